@@ -1,0 +1,1 @@
+"""The fused mixture-of-experts layer."""

@@ -1,0 +1,1 @@
+"""The ``vllm-csf`` command."""
