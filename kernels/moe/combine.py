@@ -1,0 +1,63 @@
+"""The last step of the layer: out[t] = the sum over k of y[t, k], in that order, in FP32; bf16 output."""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .. import ptx
+
+THREADS = 128
+CHANNELS = 4 * THREADS  # of one CTA
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    topk: int
+    pdl: bool = True
+
+
+class Combine:
+    """Device code of one reduction program. y: FP32 [T * topk, hidden]; rows without a slot are not read."""
+
+    def __init__(self, config: CombineConfig):
+        self.c = config
+
+    @cute.jit
+    def launch(self, y: Int64, slots: Int64, out: Int64, tokens: Int32, hidden: Int32, stream: cuda.CUstream):
+        self.kernel(y, slots, out, hidden).launch(
+            grid=[(hidden + (CHANNELS - 1)) // CHANNELS, tokens, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=self.c.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, y: Int64, slots: Int64, out: Int64, hidden: Int32):
+        topk = cutlass.const_expr(self.c.topk)
+        tid, _, _ = cute.arch.thread_idx()
+        part, token, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.c.pdl):
+            ptx.wait_for_predecessor()
+            ptx.dependents_may_start()
+        channel = part * CHANNELS + tid * 4
+        if channel < hidden:
+            total = cute.make_rmem_tensor(4, Float32)
+            parts = cute.make_rmem_tensor((4, topk), Float32)
+            for k in cutlass.range_constexpr(topk):
+                pair = Int64(token) * topk + k
+                for i in cutlass.range_constexpr(4):
+                    parts[i, k] = Float32(0.0)
+                if Int32(ptx.ldg32(slots + pair * 4)) >= 0:
+                    row = ptx.ldg_f32x4(y + (pair * Int64(hidden) + Int64(channel)) * 4)
+                    for i in cutlass.range_constexpr(4):
+                        parts[i, k] = row[i]
+            for i in cutlass.range_constexpr(4):
+                total[i] = Float32(0.0)
+            for k in cutlass.range_constexpr(topk):
+                for i in cutlass.range_constexpr(4):
+                    total[i] = total[i] + parts[i, k]
+            address = out + (Int64(token) * Int64(hidden) + Int64(channel)) * 2
+            ptx.stg64(address, ptx.pack_bf16x2(total[0], total[1]), ptx.pack_bf16x2(total[2], total[3]))

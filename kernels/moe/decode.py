@@ -1,0 +1,124 @@
+"""The expert layer for few tokens (decode): routing, two grouped GEMMs and the reduction in one call.
+
+Four kernels in one host function, chained by programmatic dependent launch on sm_90 and later. The call
+allocates nothing, does not synchronise and takes all run-time sizes as arguments, so that it can be
+captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Int64
+
+from .. import layout
+from .combine import Combine, CombineConfig
+from .expert_gemm import ExpertGemm, GemmConfig
+from .route import Route, RouteConfig
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Everything that one compiled program depends on; sizes not listed here are run-time values."""
+
+    k_tiles_up: int
+    k_tiles_down: int
+    topk: int
+    capacity: int
+    n_tiles: int
+    wide_ids: bool
+    mapped: bool
+    native: bool = False
+    activation: str = "silu"
+    bulk: bool = True
+    bf16_fma: bool = False
+    stages: int = 3
+    chunk_tiles: int = 4
+
+    def gemm(self, gated: bool) -> GemmConfig:
+        k_tiles = self.k_tiles_up if gated else self.k_tiles_down
+        return GemmConfig(
+            gated=gated,
+            native=self.native,
+            n_tiles=self.n_tiles,
+            split=layout.split_k(k_tiles),
+            chunk_tiles=self.chunk_tiles,
+            stages=self.stages,
+            bulk=self.bulk,
+            bf16_fma=self.bf16_fma,
+            activation=self.activation,
+        )
+
+
+class Decode:
+    """Host function of a program; compile `__call__` with `cute.compile`."""
+
+    def __init__(self, config: DecodeConfig):
+        c = config
+        self.route = Route(RouteConfig(c.capacity, 8 * c.n_tiles, c.wide_ids, c.mapped, c.bulk))
+        self.up = ExpertGemm(c.gemm(gated=True))
+        self.down = ExpertGemm(c.gemm(gated=False))
+        self.combine = Combine(CombineConfig(c.topk, c.bulk))
+        self.topk = c.topk
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        out: Int64,
+        ids: Int64,
+        router: Int64,
+        expert_map: Int64,
+        tokens: Int32,
+        hidden: Int32,
+        inner: Int32,
+        global_experts: Int32,
+        experts: Int32,
+        tiles13: Int64,
+        bases13: Int64,
+        slices13: Int64,
+        starts13: Int64,
+        positions13: Int64,
+        values13: Int64,
+        dense13: Int64,
+        alpha13: Int64,
+        tiles2: Int64,
+        bases2: Int64,
+        slices2: Int64,
+        starts2: Int64,
+        positions2: Int64,
+        values2: Int64,
+        dense2: Int64,
+        alpha2: Int64,
+        entries: Int64,
+        pairs: Int64,
+        slots: Int64,
+        h: Int64,
+        y: Int64,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        """x: bf16 [tokens, hidden]; ids [tokens, topk]; router FP32 [tokens, topk]; the rest are addresses."""
+        x_address = x.iterator.toint()
+        self.route.launch(
+            ids, tokens * self.topk, expert_map, global_experts, experts, entries, pairs, slots, stream
+        )
+        self.up.launch(
+            x_address, hidden, tiles13, bases13, slices13, starts13, positions13, values13, dense13, alpha13,
+            entries, pairs, router, h, inner, inner // 16, hidden // 64, Int32(self.topk), ctas, stream,
+        )  # fmt: skip
+        self.down.launch(
+            h, inner, tiles2, bases2, slices2, starts2, positions2, values2, dense2, alpha2,
+            entries, pairs, router, y, hidden, hidden // 32, inner // 64, Int32(self.topk), ctas, stream,
+        )  # fmt: skip
+        self.combine.launch(y, slots, out, tokens, hidden, stream)
+
+
+def compile_decode(config: DecodeConfig, arch: str, options: str = "--enable-tvm-ffi"):
+    """Compiles a program for `arch` (sm_90a, ...); needs no GPU."""
+    x = cute.runtime.make_fake_compact_tensor(
+        BFloat16, (cute.sym_int(), cute.sym_int(divisibility=64)), stride_order=(1, 0), assumed_align=16
+    )
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
+    numbers = [Int64(0)] * 4 + [Int32(1)] * 5 + [Int64(0)] * 21 + [Int32(1)]
+    return cute.compile(Decode(config), x, *numbers, stream, options=f"--gpu-arch {arch} {options}")
