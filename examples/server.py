@@ -1,0 +1,188 @@
+"""Starts the real `vllm serve`, waits for it, asks it over HTTP, stops it. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_SECONDS = 300.0
+REQUEST_SECONDS = 120.0
+# A CPU server that pins threads of two ranks needs to be told which cores are whose.
+CPU_FLAGS = ("--dtype", "float32", "--enforce-eager")
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, or refused a request."""
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def vllm_command() -> list[str]:
+    """The `vllm` command of this environment."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise ServerError("there is no `vllm` command in this environment")
+    return [found]
+
+
+def cpu_environment(ranks: int) -> dict[str, str]:
+    """What vLLM's CPU build wants to know before it serves with `ranks` ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    groups = [cores[r * share : (r + 1) * share] or cores[-1:] for r in range(ranks)]
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, group)) for group in groups),
+        # Threads that spin while they wait take the cores from the other rank.
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Server:
+    """`with Server(model, flags) as server: server.complete(...)`.
+
+    flags: passed to `vllm serve`; log: file for its output; cpu: run on the CPU (default: if there is
+    no CUDA device); environment: further variables.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        flags: Sequence[str] = (),
+        *,
+        log: Path,
+        cpu: bool | None = None,
+        ranks: int = 1,
+        environment: dict[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        self.model = str(model)
+        self.log = log
+        self._cpu = not has_cuda() if cpu is None else cpu
+        self._flags = [*(CPU_FLAGS if self._cpu else ()), *flags]
+        self._ranks = ranks
+        self._environment = environment or {}
+        self._start_seconds = start_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when the server answers; raises ServerError, with the end of its log, when it will not."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [*vllm_command(), "serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
+        if self._ranks > 1:
+            command += ["--tensor-parallel-size", str(self._ranks)]
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+        environment |= cpu_environment(self._ranks) if self._cpu else {}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment | self._environment,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self._start_seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(f"vllm serve ended with {self._process.returncode}:\n{self.log_tail()}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.25)
+        raise ServerError(f"not ready after {self._start_seconds:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """Ends the server and the processes it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for how, seconds in ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+            _signal_group(process.pid, how)
+            try:
+                process.wait(seconds)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        _signal_group(process.pid, signal.SIGKILL)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """GET, or POST with a JSON body; returns the JSON of the answer (None where there is none)."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")
+            raise ServerError(f"{path}: HTTP {error.code}: {detail}\n{self.log_tail()}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise ServerError(f"{path}: {error}\n{self.log_tail()}") from error
+        return json.loads(text) if text else None
+
+    def complete(self, prompt: str | list[int], tokens: int = 16, **options: Any) -> dict[str, Any]:
+        """One greedy completion; the first choice of the answer."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **options}
+        return self.request("/v1/completions", body)["choices"][0]
+
+    def chat(self, text: str, tokens: int = 16, **options: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": text}]
+        body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0, **options}
+        return self.request("/v1/chat/completions", body)["choices"][0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _signal_group(leader: int, how: signal.Signals) -> None:
+    try:
+        os.killpg(leader, how)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,279 @@
+"""Tensors in any order, from any shard, by every rank: what the layer holds, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from vllm_csf.kernels import oracle, reference
+from vllm_csf.kernels.activation import Activation
+from vllm_csf.loaders import codec
+from vllm_csf.loaders.errors import FormatError
+
+from vllm_csf.intake import Intake, LayerShape
+from vllm_csf.parameters import COMPRESSED_TENSORS, MODELOPT, Dialect, register_parameters
+from vllm_csf.partition import extent
+
+EXPERTS, HIDDEN, WIDTH = 4, 64, 96
+SHARDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass
+class Projection:
+    weight: torch.Tensor
+    scale: torch.Tensor
+    global_scale: float
+
+
+@dataclass
+class Checkpoint:
+    """Random projections of a layer and, for FP64, what they mean."""
+
+    width: int = WIDTH
+    seed: int = 0
+    projections: dict[tuple[int, str], Projection] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+        for expert in range(EXPERTS):
+            for shard in SHARDS:
+                rows, cols = (HIDDEN, self.width) if shard == "w2" else (self.width, HIDDEN)
+                scale = torch.randint(40, 60, (rows, cols // 16), generator=g)
+                wild = torch.rand(scale.shape, generator=g) < 0.05
+                scale[wild] = torch.randint(0, 120, (int(wild.sum()),), generator=g)
+                self.projections[expert, shard] = Projection(
+                    torch.randint(256, (rows, cols // 2), dtype=torch.uint8, generator=g),
+                    scale.to(torch.uint8),
+                    float(torch.rand((), generator=g)) / 50 + 0.01,
+                )
+
+    def tensors(self, dialect: Dialect, streams: bool):
+        """(half, name, tensor, shard, expert) of every stored tensor."""
+        for (expert, shard), p in self.projections.items():
+            half = "w2" if shard == "w2" else "w13"
+            value = 1 / p.global_scale if dialect.global_scale_divides else p.global_scale
+            yield half, dialect.weight, p.weight, shard, expert
+            yield half, dialect.global_scale, torch.tensor(value), shard, expert
+            yield half, dialect.input_scale, torch.tensor(float("nan")), shard, expert
+            if streams:
+                plane = codec.encode(p.scale)
+                yield half, "weight_scale.nvfp4_csf_fixed", plane.fixed, shard, expert
+                yield half, "weight_scale.nvfp4_csf_exceptions", plane.exceptions, shard, expert
+            else:
+                yield half, "weight_scale", p.scale.view(torch.float8_e4m3fn), shard, expert
+
+    def dense(self, shard: str, expert: int) -> np.ndarray:
+        p = self.projections[expert, shard]
+        return oracle.dequantize(p.weight.numpy(), p.scale.numpy(), p.global_scale)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, dialect=MODELOPT, streams=True, rank=0, ranks=1, width=WIDTH, mine=range(EXPERTS)):
+        super().__init__()
+        self.dialect = dialect
+        local = {expert: i for i, expert in enumerate(mine)}
+        part = extent(width, rank, ranks, "layer")
+        shape = LayerShape("model.layers.3.mlp.experts", len(local), HIDDEN, width, part, gated=True)
+        self.intake = Intake(self, shape, lambda e: local.get(e, -1), dialect.global_scale_divides)
+        register_parameters(self, self.intake, dialect, streams, never_complete=1 << 40)
+
+    def receive(self, half: str, name: str, tensor: torch.Tensor, shard: str, expert: int) -> bool:
+        """As vLLM's RoutedExperts.load_weights does."""
+        param = getattr(self, f"{half}_{name}")
+        weight_name = f"model.layers.3.mlp.experts.{half}_{name}"
+        return param.weight_loader(
+            param=param,
+            loaded_weight=tensor,
+            weight_name=weight_name,
+            shard_id=shard,
+            expert_id=expert,
+            return_success=True,
+        )
+
+    def finish(self) -> reference.ExpertLayer:
+        names = (self.dialect.weight, self.dialect.global_scale)
+        w13, alphas13 = (getattr(self, f"w13_{name}").data for name in names)
+        w2, alphas2 = (getattr(self, f"w2_{name}").data for name in names)
+        return self.intake.finish(w13, w2, (alphas13, alphas2), Activation())
+
+
+def run(layer: reference.ExpertLayer, expert_map: torch.Tensor | None = None) -> torch.Tensor:
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9))
+    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]])
+    return reference.forward(layer, x, torch.full((5, 2), 0.5), ids, expert_map)
+
+
+def wanted(checkpoint: Checkpoint) -> np.ndarray:
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9)).numpy()
+    ids = np.array([[0, 1], [1, 2], [2, 3], [3, 0], [1, 3]])
+    dense = ([checkpoint.dense(shard, e) for e in range(EXPERTS)] for shard in ("w1", "w3", "w2"))
+    return oracle.expert_layer(x, np.full((5, 2), 0.5), ids, *dense)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("dialect", [MODELOPT, COMPRESSED_TENSORS])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order(streams: bool, dialect: Dialect, seed: int) -> None:
+    checkpoint, layer = Checkpoint(), Layer(dialect, streams)
+    tensors = list(checkpoint.tensors(dialect, streams))
+    random.Random(seed).shuffle(tensors)
+    assert all([layer.receive(*tensor) for tensor in tensors])
+    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("width", "ranks"), [(96, 1), (96, 3), (96, 2), (160, 4), (64, 4)])
+def test_ranks_add_up(streams: bool, width: int, ranks: int) -> None:
+    """Widths that do not divide are padded; a rank may own no channel at all."""
+    checkpoint = Checkpoint(width)
+    total = torch.zeros(5, HIDDEN)
+    for rank in range(ranks):
+        layer = Layer(MODELOPT, streams, rank, ranks, width)
+        for name in ("w13_weight", "w2_weight"):
+            getattr(layer, name).data.fill_(0xFF)  # what a reload finds there
+        for tensor in checkpoint.tensors(MODELOPT, streams):
+            layer.receive(*tensor)
+        total += run(layer.finish())
+    np.testing.assert_allclose(total.numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_of_other_ranks_are_left_alone() -> None:
+    checkpoint = Checkpoint()
+    total = torch.zeros(5, HIDDEN)
+    for mine in ([2], [0, 1, 3]):
+        layer = Layer(mine=mine)
+        for *tensor, expert in checkpoint.tensors(MODELOPT, True):
+            assert layer.receive(*tensor, expert) == (expert in mine)
+        mapping = torch.tensor([mine.index(e) if e in mine else -1 for e in range(EXPERTS)])
+        total += run(layer.finish(), mapping)
+    np.testing.assert_allclose(total.numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_carry_the_names_that_checkpoints_map_to() -> None:
+    """vLLM's models look them up in named_parameters(), or with getattr."""
+    layer = Layer(streams=True)
+    names = dict(layer.named_parameters())
+    for half in ("w13", "w2"):
+        for suffix in ("nvfp4_csf_fixed", "nvfp4_csf_exceptions"):
+            name = f"{half}_weight_scale.{suffix}"
+            assert names[name] is getattr(layer, name)
+    assert "w13_weight_scale" in dict(Layer(streams=False).named_parameters())
+
+
+def test_gate_and_up_keep_their_own_global_scale() -> None:
+    checkpoint = Checkpoint()
+    checkpoint.projections[1, "w1"].global_scale *= 7
+    layer = Layer()
+    for tensor in checkpoint.tensors(MODELOPT, True):
+        layer.receive(*tensor)
+    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+
+
+def fill(layer: Layer, *, without: str = "", streams: bool = True) -> None:
+    for half, name, tensor, shard, expert in Checkpoint().tensors(layer.dialect, streams):
+        if (name, shard, expert) != (without, "w3", 2):
+            layer.receive(half, name, tensor, shard, expert)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("weight", r"local expert 2\)\.up_proj\.weight: did not come"),
+        ("weight_scale_2", r"local expert 2\)\.up_proj\.global_scale: did not come"),
+        ("weight_scale.nvfp4_csf_fixed", r"local expert 2\)\.up_proj: has the exceptions stream alone"),
+        ("weight_scale.nvfp4_csf_exceptions", r"local expert 2\)\.up_proj: has the fixed stream alone"),
+    ],
+)
+def test_missing_parts_are_named(part: str, message: str) -> None:
+    layer = Layer()
+    fill(layer, without=part)
+    with pytest.raises(FormatError, match=message):
+        layer.finish()
+
+
+def test_missing_plain_scale_is_named() -> None:
+    layer = Layer(streams=False)
+    fill(layer, without="weight_scale", streams=False)
+    with pytest.raises(FormatError, match=r"up_proj\.scale: did not come"):
+        layer.finish()
+
+
+def test_missing_input_scales_do_not_matter() -> None:
+    layer = Layer()
+    fill(layer, without="input_scale")
+    layer.finish()
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale_2", "weight_scale.nvfp4_csf_fixed"])
+def test_duplicates_are_named(part: str) -> None:
+    layer = Layer()
+    fill(layer)
+    twice = next(t for t in Checkpoint().tensors(MODELOPT, True) if t[1] == part and t[3:] == ("w1", 3))
+    with pytest.raises(FormatError, match=r"experts\.3\.gate_proj\.\w+: came twice"):
+        layer.receive(*twice)
+
+
+def test_plain_scale_beside_streams_is_refused() -> None:
+    layer = Layer(streams=True)
+    with pytest.raises(FormatError, match=r"experts\.1\.down_proj.*plain weight_scale"):
+        layer.receive("w2", "weight_scale", torch.zeros(HIDDEN, WIDTH // 16, dtype=torch.uint8), "w2", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (
+            "weight",
+            torch.zeros(WIDTH, HIDDEN, dtype=torch.uint8),
+            r"up_proj\.weight: is torch.uint8 \[96, 64\]",
+        ),
+        ("weight", torch.zeros(WIDTH, HIDDEN // 2), r"up_proj\.weight: is torch.float32"),
+        ("weight_scale_2", torch.zeros(3), r"up_proj\.global_scale: has 3 elements"),
+        ("weight_scale_2", torch.tensor(float("inf")), r"up_proj\.global_scale: is inf"),
+    ],
+)
+def test_wrong_tensors_are_named(name: str, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        Layer().receive("w13", name, tensor, "w3", 0)
+
+
+def test_zero_divisor_is_named() -> None:
+    with pytest.raises(FormatError, match=r"up_proj\.global_scale: is 0\.0, expected a finite multiplier"):
+        Layer(COMPRESSED_TENSORS).receive("w13", "weight_global_scale", torch.tensor(0.0), "w3", 0)
+
+
+def test_broken_stream_is_named() -> None:
+    layer = Layer()
+    plane = codec.encode(Checkpoint().projections[0, "w1"].scale)
+    layer.receive("w13", "weight_scale.nvfp4_csf_fixed", plane.fixed[:-1], "w1", 0)
+    with pytest.raises(FormatError, match=r"experts\.0\.gate_proj\.weight_scale\.nvfp4_csf_fixed"):
+        layer.receive("w13", "weight_scale.nvfp4_csf_exceptions", plane.exceptions, "w1", 0)
+
+
+def test_new_weights_with_other_exceptions_take_the_old_tensors() -> None:
+    layer = Layer()
+    shapes = []
+    for seed in (0, 1):
+        checkpoint = Checkpoint(seed=seed)
+        for tensor in checkpoint.tensors(MODELOPT, True):
+            layer.receive(*tensor)
+        made = layer.finish()
+        shapes.append((made.scales13.entries.shape, made.scales13.longest, made.scales2.entries.shape))
+        np.testing.assert_allclose(run(made).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert shapes[0] == shapes[1]
+
+
+def test_new_weights_with_far_more_exceptions_are_refused() -> None:
+    layer = Layer()
+    fill(layer)
+    layer.finish()
+    wild = Checkpoint()
+    for projection in wild.projections.values():
+        projection.scale[:] = torch.randint(0, 120, projection.scale.shape, dtype=torch.uint8)
+    for tensor in wild.tensors(MODELOPT, True):
+        layer.receive(*tensor)
+    with pytest.raises(FormatError, match=r"new weights have \d+ exceptions, expected at most \d+"):
+        layer.finish()

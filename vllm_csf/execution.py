@@ -1,0 +1,138 @@
+"""How a layer's experts are computed: one small interface, chosen at start.
+
+An execution is told the layer once (`prepare`), hands back the tensors that stay on the device, and
+is given them again with every call. It keeps numbers, never tensors: the engine may copy new
+weights into the resident tensors, move them to the host and back, or capture their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from .kernels import reference
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Execution(Protocol):
+    name: str
+
+    def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
+        """The resident form of a layer, by name. Called again, with the same shapes, for new weights."""
+
+    def scale_bytes(self, resident: Tensors) -> int:
+        """Bytes of the resident tensors that stand for block scales."""
+
+    def scratch_bytes(self) -> int:
+        """Bytes of shared scratch that a call needs."""
+
+    def __call__(
+        self,
+        resident: Tensors,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        scratch: reference.Scratch,
+    ) -> torch.Tensor:
+        """Routed output [T, H]; see reference.forward."""
+
+
+class ReferenceExecution:
+    """Plain torch: decodes the planes of the routed experts for every call."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._layer: reference.ExpertLayer | None = None
+
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        return device.type in ("cpu", "cuda")
+
+    def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
+        self._shape = (layer.experts, layer.hidden, layer.width, layer.activation.gated)
+        self._activation = layer.activation
+        self._planes = {
+            half: (planes.rows, planes.cols, planes.longest)
+            for half, planes in (("13", layer.scales13), ("2", layer.scales2))
+        }
+        return {
+            "w13": layer.w13,
+            "w2": layer.w2,
+            "alphas13": layer.alphas13,
+            "alphas2": layer.alphas2,
+            **_planes_by_name("13", layer.scales13),
+            **_planes_by_name("2", layer.scales2),
+        }
+
+    def scale_bytes(self, resident: Tensors) -> int:
+        kinds = ("fixed", "offsets", "entries")
+        return sum(t.nbytes for name, t in resident.items() if name.startswith(kinds))
+
+    def scratch_bytes(self) -> int:
+        return reference.scratch_bytes(*self._shape)
+
+    def __call__(
+        self,
+        resident: Tensors,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        scratch: reference.Scratch,
+    ) -> torch.Tensor:
+        return reference.forward(
+            self._view(resident),
+            x,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            apply_router_weight_on_input,
+            scratch,
+            fixed_shapes=x.is_cuda and torch.cuda.is_current_stream_capturing(),
+        )
+
+    def _view(self, resident: Tensors) -> reference.ExpertLayer:
+        return reference.ExpertLayer(
+            w13=resident["w13"],
+            w2=resident["w2"],
+            scales13=self._planes_of("13", resident),
+            scales2=self._planes_of("2", resident),
+            alphas13=resident["alphas13"],
+            alphas2=resident["alphas2"],
+            activation=self._activation,
+        )
+
+    def _planes_of(self, half: str, resident: Tensors) -> reference.ScalePlanes:
+        streams = (resident[f"{kind}{half}"] for kind in ("fixed", "offsets", "entries"))
+        return reference.ScalePlanes(*streams, *self._planes[half])
+
+
+def _planes_by_name(half: str, planes: reference.ScalePlanes) -> dict[str, torch.Tensor]:
+    return {
+        f"fixed{half}": planes.fixed,
+        f"offsets{half}": planes.offsets,
+        f"entries{half}": planes.entries,
+    }
+
+
+# In order of preference.
+EXECUTIONS: tuple[type[ReferenceExecution], ...] = (ReferenceExecution,)
+
+
+def choose(wanted: str, device: torch.device) -> Execution:
+    """The execution of that name, or with "auto" the first that supports the device.
+
+    Raises ValueError where there is none.
+    """
+    names = [kind.name for kind in EXECUTIONS]
+    for kind in EXECUTIONS:
+        if wanted in ("auto", kind.name) and kind.supports(device):
+            return kind()
+    raise ValueError(f"csf_execution is {wanted!r} on {device.type}, expected one of {['auto', *names]}")

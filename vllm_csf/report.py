@@ -1,0 +1,93 @@
+"""What a model's compressed layers share, and the line that says at start what was saved."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from .execution import Execution
+from .kernels import reference
+
+logger = logging.getLogger("vllm.csf")
+
+
+@dataclass
+class Totals:
+    layers: int = 0
+    native: int = 0
+    resident: int = 0
+    exceptions: int = 0
+
+    def line(self, scratch: int, execution: str) -> str:
+        share = 100 * self.exceptions / max(1, self.native)
+        ratio = 100 * self.resident / max(1, self.native)
+        return (
+            f"csf_nvfp4: {self.layers} expert layers, block scales {size(self.native)} native, "
+            f"{size(self.resident)} resident ({ratio:.1f} %), {self.exceptions} exceptions ({share:.2f} %), "
+            f"scratch {size(scratch)}, execution {execution}"
+        )
+
+
+def size(nbytes: int) -> str:
+    """12.3 KiB, MiB or GiB."""
+    value, unit = nbytes / 1024, "KiB"
+    for larger in ("MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.2f} {unit}"
+
+
+class Ledger:
+    """One per quantization config, that is per model (a draft in the same checkpoint included)."""
+
+    def __init__(self, speaks: bool = True) -> None:
+        self._speaks = speaks
+        self._expected: set[str] = set()
+        self._totals = Totals()
+        self._scratch: dict[torch.device, reference.Scratch] = {}
+
+    def scratch(self, device: torch.device) -> reference.Scratch:
+        if device not in self._scratch:
+            self._scratch[device] = reference.Scratch(device)
+        return self._scratch[device]
+
+    def expect(self, layer_name: str) -> None:
+        self._expected.add(layer_name)
+
+    def done(
+        self,
+        layer_name: str,
+        layer: reference.ExpertLayer,
+        execution: Execution,
+        resident: int,
+        device: torch.device,
+    ) -> None:
+        """A layer is ready. With the last one the line is logged; a later reload says nothing."""
+        scratch = self.scratch(device)
+        scratch.reserve(execution.scratch_bytes())
+        if layer_name not in self._expected:
+            return
+        self._expected.remove(layer_name)
+        planes = (layer.scales13, layer.scales2)
+        self._totals.layers += 1
+        self._totals.native += sum(p.fixed.shape[0] * p.rows * p.cols for p in planes)
+        self._totals.resident += resident
+        self._totals.exceptions += sum(int(p.offsets[-1]) for p in planes)
+        if not self._expected:
+            if self._speaks:
+                logger.info(self._totals.line(scratch.nbytes, execution.name))
+            self._totals = Totals()
+
+
+_ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary()
+
+
+def ledger_of(config: object, speaks: bool) -> Ledger:
+    """The ledger of a quantization config. Not an attribute: configs are copied and sent to workers."""
+    if config not in _ledgers:
+        _ledgers[config] = Ledger(speaks)
+    return _ledgers[config]

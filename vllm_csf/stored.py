@@ -1,0 +1,128 @@
+"""What a checkpoint really holds for a module, read from its index and shard headers.
+
+Recipes are wrong often enough (an MTP layer left in BF16 that no ``ignore`` entry names), and vLLM
+names modules otherwise than checkpoints do. So modules are matched by what follows the last
+``layers.``, and judged by the names of their tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_EXPERT = re.compile(r"^(?P<experts>.+\.experts)\.(?:\d+\.)?(?P<projection>[a-z0-9_]+?)\.(?P<part>.+)$")
+_FUSED = re.compile(
+    r"^(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj|w13|w2)(?P<part>_.+)?$"
+)
+_GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale")
+
+
+class ExpertsKind(enum.Enum):
+    CSF = "CSF streams"
+    NVFP4 = "NVFP4 with plain scales"
+    UNQUANTIZED = "no scales"
+    OTHER = "another format"
+
+
+def canonical(name: str) -> str:
+    """A module's name without what differs between checkpoints and vLLM."""
+    head, found, tail = name.replace(".mtp_block.", ".").rpartition("layers.")
+    if not found:
+        return name
+    return ("mtp." if "mtp" in head else "") + found + tail
+
+
+class Stored:
+    """Tensor names of a checkpoint, by module; headers of its shards are read when asked for.
+
+    shards: tensor name -> path of its shard, or None where the shard is not on this machine.
+    """
+
+    def __init__(self, shards: Mapping[str, Path | None]) -> None:
+        self._shards = shards
+        self._experts: dict[str, dict[str, str]] = defaultdict(dict)
+        self._modules: dict[str, set[str]] = defaultdict(set)
+        for name in shards:
+            if match := _EXPERT.match(name) or _FUSED.match(name):
+                part = (match["part"] or "weight").removeprefix("_")
+                self._experts[canonical(match["experts"])].setdefault(part, name)
+            else:
+                module, _, part = name.rpartition(".")
+                self._modules[canonical(module)].add(part)
+
+    def experts(self, prefix: str) -> ExpertsKind | None:
+        """The kind of a layer's experts; None where the checkpoint has none under that name."""
+        parts = self._experts.get(canonical(prefix))
+        if not parts:
+            return None
+        if any("nvfp4_csf" in part for part in parts):
+            return ExpertsKind.CSF
+        if any(part in _GLOBAL_SCALES or part.endswith("scale_2") for part in parts):
+            return ExpertsKind.NVFP4
+        return ExpertsKind.OTHER if any("scale" in part for part in parts) else ExpertsKind.UNQUANTIZED
+
+    def modelopt_algorithm(self, prefix: str) -> str:
+        """ModelOpt's name of the format of experts that are neither NVFP4 nor unquantised."""
+        parts = self._experts[canonical(prefix)]
+        scale = next(name for part, name in parts.items() if "scale" in part and "input" not in part)
+        if scale.endswith("_inv"):
+            return "FP8_PB_WO"
+        dtype, shape = self._header(scale)
+        if dtype == "U8":
+            return "MXFP8"
+        return "FP8_PB_WO" if len(shape) >= 2 and min(shape) > 1 else "FP8"
+
+    def is_plain_linear(self, prefix: str, packed: Mapping[str, Iterable[str]]) -> bool:
+        """Whether a linear layer is there and has nothing but its weight (and bias)."""
+        name = prefix.rpartition(".")[2]
+        parent = prefix.removesuffix(name)
+        members = (parent + part for part in packed.get(name, (name,)))
+        found = [self._modules.get(canonical(member)) for member in members]
+        return all(parts is not None and "weight" in parts and parts <= {"weight", "bias"} for parts in found)
+
+    def _header(self, name: str) -> tuple[str, list[int]]:
+        path = self._shards[name]
+        if path is None:
+            return "F32", []
+        with safe_open(path, "pt") as shard:
+            tensor = shard.get_slice(name)
+            return tensor.get_dtype(), tensor.get_shape()
+
+
+def read_stored(model: str, revision: str | None = None) -> Stored | None:
+    """What the checkpoint `model` (a folder or a repository) holds; None if it cannot be told."""
+    folder = Path(model)
+    if folder.is_dir():
+        return _from_folder(folder)
+    try:
+        index = Path(hf_hub_download(model, INDEX, revision=revision))
+    except (EntryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+    files = json.loads(index.read_text())["weight_map"]
+    paths = {file: try_to_load_from_cache(model, file, revision=revision) for file in set(files.values())}
+    local = {file: Path(path) if isinstance(path, str) else None for file, path in paths.items()}
+    return Stored({name: local[file] for name, file in files.items()})
+
+
+def _from_folder(folder: Path) -> Stored | None:
+    if (index := folder / INDEX).is_file():
+        files = json.loads(index.read_text())["weight_map"]
+        return Stored({name: folder / file for name, file in files.items()})
+    contract = folder.parent / "build-contract.json"
+    if contract.is_file():
+        files = json.loads(contract.read_text())["source_names"]
+        return Stored({name: folder.parent / "tensors" / file for name, file in files.items()})
+    if (single := folder / SINGLE).is_file():
+        with safe_open(single, "pt") as shard:
+            return Stored(dict.fromkeys(shard.keys(), single))
+    return None
