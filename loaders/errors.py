@@ -1,4 +1,7 @@
-"""What goes wrong with a checkpoint. Every message names the tensor or file, what was found and what was expected."""
+"""What goes wrong with a checkpoint.
+
+Every message names the tensor or file, what was found and what was expected.
+"""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def test_batch_equals_one_by_one(planes: int, case: tuple[CodecSpec, torch.Tenso
 
 
 @SPECS
-@pytest.mark.parametrize("share", [0.0, 0.003, 1.0])
-@pytest.mark.parametrize("shape", [(4096, 4096), (16, 1 << 20), (1 << 22, 4), (16, 70000), (4080, 4110)])
+@pytest.mark.parametrize("share", [0.003, 1.0])
+@pytest.mark.parametrize("shape", [(16, 1 << 20), (1 << 21, 6), (16, 70000), (4080, 4110)])
 def test_large_planes(spec: CodecSpec, share: float, shape: tuple[int, int]) -> None:
     scale = random_scale(*shape, share, 7, spec)
     plane = encode(scale, spec)
@@ -396,7 +396,7 @@ def test_slices_that_cut_a_slab_or_a_byte(rows: tuple | None, cols: tuple | None
 def test_stacks_that_do_not_fit() -> None:
     narrow, wide = encode(random_scale(16, 4, 0, 1)), encode(random_scale(16, 6, 0, 1))
     with pytest.raises(
-        FormatError, match="plane 1 of the stack: .* with 6 columns, expected .* with 4 columns"
+        FormatError, match=r"plane 1 of the stack: .* with 6 columns, expected .* with 4 columns"
     ):
         stack([narrow, wide])
     with pytest.raises(FormatError, match="plane 1 of the stack"):
