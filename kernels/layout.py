@@ -41,7 +41,7 @@ TILE_SCALES = TILE_ROWS * TILE_K // GROUP
 CODE_BYTES = TILE_SCALES // 2
 LOWEST_CODED, HIGHEST_CODED = 8, 126
 HIGHEST_BASE = HIGHEST_CODED - 15
-MAX_RECORDS = 96
+MAX_RECORDS = 64
 DENSE_SHARE = 16  # a slice is dense when more than one byte in so many is an exception
 DENSE_FLAG = 1 << 31
 

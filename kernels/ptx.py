@@ -393,6 +393,13 @@ def find_first_set(value, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def reduce_or(value, *, loc=None, ip=None):
+    """The OR of a word over all lanes of a converged warp."""
+    text = "redux.sync.or.b32 $0, $1, 0xffffffff;"
+    return Uint32(_asm(T.i32(), [_u(value, loc, ip)], text, "=r,r", True, loc, ip))
+
+
+@dsl_user_op
 def mma_m16n8k16(acc, a, b, *, loc=None, ip=None):
     """`acc + a @ b` of one warp: A 16x16 bf16 (4 words a lane), B 16x8 bf16 (2 words), FP32 accumulators."""
     operands = [_u(v, loc, ip) for v in (*a, *b)] + [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]

@@ -11,7 +11,6 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
-from .. import layout
 from .combine import Combine, CombineConfig
 from .expert_gemm import ExpertGemm, GemmConfig
 from .route import Route, RouteConfig
@@ -19,10 +18,15 @@ from .route import Route, RouteConfig
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Everything that one compiled program depends on; sizes not listed here are run-time values."""
+    """Everything that one compiled program depends on; sizes not listed here are run-time values.
 
-    k_tiles_up: int
-    k_tiles_down: int
+    `split_up`, `split_down`: warps that share a row block (`layout.split_k` of the two K sizes).
+    `capacity`: upper bound of local experts, a multiple of 1024. `n_tiles`: work tiles hold 8 times as
+    many tokens.
+    """
+
+    split_up: int
+    split_down: int
     topk: int
     capacity: int
     n_tiles: int
@@ -32,16 +36,19 @@ class DecodeConfig:
     activation: str = "silu"
     bulk: bool = True
     bf16_fma: bool = False
-    stages: int = 3
-    chunk_tiles: int = 4
+    blocks: int = 2
+    min_ctas: int = 0
+    stages: int = 2
+    chunk_tiles: int = 2
 
     def gemm(self, gated: bool) -> GemmConfig:
-        k_tiles = self.k_tiles_up if gated else self.k_tiles_down
         return GemmConfig(
             gated=gated,
             native=self.native,
             n_tiles=self.n_tiles,
-            split=layout.split_k(k_tiles),
+            split=self.split_up if gated else self.split_down,
+            blocks=self.blocks,
+            min_ctas=self.min_ctas,
             chunk_tiles=self.chunk_tiles,
             stages=self.stages,
             bulk=self.bulk,
