@@ -210,27 +210,37 @@ def plane_from_streams(
     cols: int,
     spec: CodecSpec = NVFP4,
     name: str = "scale",
+    part: tuple[int, int] | None = None,
 ) -> Plane:
-    """The plane [rows, cols] that two stored streams describe, validated.
+    """The plane [rows, cols] that two stored streams describe, validated; or rows [r0, r1) of it.
 
     fixed: uint8, 1-D or [rows / 16, slab bytes]. exceptions: uint32 1-D, at any alignment.
+    part: r0 and r1, multiples of 16, where `fixed` holds the slabs of these rows only (the exceptions
+    are those of the whole plane: their positions tell nothing before they are read).
     Raises FormatError, naming the stream (`name` is that of the scale tensor).
     """
     spec.check_shape(rows, cols, name)
-    slabs = (rows // SLAB_ROWS, spec.slab_bytes(cols))
+    r0, r1 = part or (0, rows)
+    if not 0 <= r0 < r1 <= rows or r0 % SLAB_ROWS or r1 % SLAB_ROWS:
+        raise FormatError(f"{name}: rows [{r0}, {r1}) of {rows}, expected multiples of {SLAB_ROWS}")
+    slabs = ((r1 - r0) // SLAB_ROWS, spec.slab_bytes(cols))
     stream = name + spec.fixed_suffix
     if fixed.dtype != torch.uint8:
         raise FormatError(f"{stream}: dtype {fixed.dtype}, expected torch.uint8")
     if tuple(fixed.shape) not in (slabs, (slabs[0] * slabs[1],)):
         raise FormatError(
             f"{stream}: shape {list(fixed.shape)}, expected [{slabs[0] * slabs[1]}] or {list(slabs)} "
-            f"for a plane of {rows} x {cols} scales"
+            f"for a plane of {r1 - r0} x {cols} scales"
         )
-    _check_exception_tensor(exceptions, rows * cols, name + spec.exceptions_suffix)
-    # A file gives the stream no alignment, and a view of it would keep the file mapped.
-    plane = Plane(spec, rows, cols, fixed.reshape(-1).contiguous(), exceptions.clone())
-    validate(plane, name)
-    return plane
+    check_exceptions(exceptions, rows, cols, name + spec.exceptions_suffix)
+    fixed = fixed.reshape(-1).contiguous()
+    check_slabs(fixed.numpy().reshape(slabs), cols, spec, stream, r0)
+    entries = exceptions.numpy()
+    if part is not None:
+        first, last = np.searchsorted(entries & _POSITION_MASK, (r0 * cols, r1 * cols))
+        entries = entries[first:last] - np.uint32(r0 * cols)
+    # Copied, not viewed: a file gives the stream no alignment, and a view would keep it mapped.
+    return Plane(spec, r1 - r0, cols, fixed, torch.from_numpy(entries.copy()))
 
 
 def validate(plane: Plane, name: str) -> None:
@@ -305,7 +315,10 @@ def _check_exception_tensor(exceptions: torch.Tensor, limit: int, stream: str) -
 
 
 def slice_plane(
-    plane: Plane, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None
+    plane: Plane,
+    rows: tuple[int, int] | None = None,
+    cols: tuple[int, int] | None = None,
+    name: str = "plane",
 ) -> Plane:
     """The plane of rows [r0, r1) and scale columns [c0, c1), with rebased exceptions. None means all.
 
@@ -317,12 +330,12 @@ def slice_plane(
     spec = plane.spec
     if not (0 <= r0 < r1 <= plane.rows and 0 <= c0 < c1 <= plane.cols):
         raise FormatError(
-            f"rows [{r0}, {r1}) and columns [{c0}, {c1}), expected a part of {plane.rows} x {plane.cols}"
+            f"{name}: rows [{r0}, {r1}) and columns [{c0}, {c1}), expected a part of {plane.rows} x {plane.cols}"
         )
     if r0 % SLAB_ROWS or r1 % SLAB_ROWS:
-        raise FormatError(f"rows [{r0}, {r1}), expected multiples of {SLAB_ROWS}")
+        raise FormatError(f"{name}: rows [{r0}, {r1}), expected multiples of {SLAB_ROWS}")
     if spec.code_bits == 4 and (c0 % 2 or c1 % 2):
-        raise FormatError(f"columns [{c0}, {c1}), expected even numbers")
+        raise FormatError(f"{name}: columns [{c0}, {c1}), expected even numbers")
     slabs = _slabs(plane)[r0 // SLAB_ROWS : r1 // SLAB_ROWS]
     fixed = _cut_columns(slabs, plane.cols, c0, c1, spec)
     entries = plane.exceptions.numpy()
@@ -370,7 +383,7 @@ def stack(planes: Sequence[Plane]) -> Plane:
     return _plane(spec, rows, cols, fixed, np.concatenate(shifted))
 
 
-def pad_plane(plane: Plane, rows: int, cols: int) -> Plane:
+def pad_plane(plane: Plane, rows: int, cols: int, name: str = "padded plane") -> Plane:
     """The plane with rows added below and columns added at the right.
 
     New rows decode to 0. New columns decode to the row's base, a finite value (0x7F, NaN in E4M3, is
@@ -378,8 +391,10 @@ def pad_plane(plane: Plane, rows: int, cols: int) -> Plane:
     """
     spec = plane.spec
     if rows < plane.rows or cols < plane.cols:
-        raise FormatError(f"padding {plane.rows} x {plane.cols} to {rows} x {cols}, expected no smaller size")
-    spec.check_shape(rows, cols, "padded plane")
+        raise FormatError(
+            f"{name}: padding {plane.rows} x {plane.cols} to {rows} x {cols}, expected no smaller size"
+        )
+    spec.check_shape(rows, cols, name)
     old = _slabs(plane)
     slabs = np.zeros((rows // SLAB_ROWS, spec.slab_bytes(cols)), np.uint8)
     kept = slabs[: len(old)]

@@ -11,7 +11,8 @@ experts along its first dimension, and its parts may hang on with `_` or (the we
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from .codec import MXFP4, NVFP4, CodecSpec
 
@@ -58,8 +59,7 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertName:
+class ExpertName(NamedTuple):
     """What the name of an expert tensor says.
 
     expert: its id, or None where the tensor holds all experts of the module.
@@ -85,13 +85,13 @@ def parse(name: str) -> ExpertName | None:
         return None
     expert = match["expert"]
     tail = match["part"] or ""
-    part, codec = _part(tail)
+    part, divisor, codec = _part(tail)
     return ExpertName(
         module=match["module"],
         expert=int(expert) if expert is not None else None,
         projection=_PROJECTIONS[match["projection"]],
         part=part,
-        divisor=tail in _DIVISORS,
+        divisor=divisor,
         codec=codec,
     )
 
@@ -109,9 +109,10 @@ def scale_of_stream(name: str) -> str:
     return name
 
 
-def _part(tail: str) -> tuple[str, CodecSpec | None]:
+@lru_cache(maxsize=256)  # a handful of parts, hundreds of thousands of tensors
+def _part(tail: str) -> tuple[str, bool, CodecSpec | None]:
     for suffix, (part, spec) in _STREAMS.items():
         if tail.endswith(suffix):
             scale = _PARTS.get(tail.removesuffix(suffix))
-            return (part, spec) if scale == SCALE else (OTHER, spec)
-    return _PARTS.get(tail, OTHER), None
+            return (part if scale == SCALE else OTHER), False, spec
+    return _PARTS.get(tail, OTHER), tail in _DIVISORS, None

@@ -285,7 +285,7 @@ def _spellings(module: str) -> list[str]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """An ignore entry: `re:` (from the start of the name), wildcard, or the name of the module or a parent."""
+    """An ignore entry: `re:` (from the start of the name), wildcard, or the name of a module or a parent."""
     for name in _spellings(module):
         if pattern.startswith("re:"):
             if re.match(pattern[3:], name):
@@ -293,6 +293,13 @@ def _matches(pattern: str, module: str) -> bool:
         elif name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern):
             return True
     return False
+
+
+def related(key: str, module: str) -> bool:
+    """Whether an entry of quantized_layers is about the module: its name, a parent or a part of it."""
+    return any(
+        key == name or name.startswith(key + ".") or key.startswith(name + ".") for name in _spellings(module)
+    )
 
 
 def _is_class(target: str) -> bool:

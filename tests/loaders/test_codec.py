@@ -410,7 +410,7 @@ def test_stacks_that_do_not_fit() -> None:
 
 def test_padding_does_not_shrink() -> None:
     plane = encode(random_scale(32, 8, 0.1, 1))
-    with pytest.raises(FormatError, match="padding 32 x 8 to 16 x 8"):
+    with pytest.raises(FormatError, match="padded plane: padding 32 x 8 to 16 x 8"):
         pad_plane(plane, 16, 8)
     with pytest.raises(FormatError, match="padded plane: 9 columns"):
         pad_plane(plane, 32, 9)
