@@ -323,14 +323,16 @@ def slice_plane(
     """The plane of rows [r0, r1) and scale columns [c0, c1), with rebased exceptions. None means all.
 
     Bases are kept, so the result decodes to exactly that part of the decoded plane. Raises FormatError
-    where r0 or r1 are no multiples of 16, or (NVFP4) c0 or c1 are odd, or the part is empty or outside.
+    (naming `name`) where r0 or r1 are no multiples of 16, or (NVFP4) c0 or c1 are odd, or the part is
+    empty or outside.
     """
     r0, r1 = rows or (0, plane.rows)
     c0, c1 = cols or (0, plane.cols)
     spec = plane.spec
     if not (0 <= r0 < r1 <= plane.rows and 0 <= c0 < c1 <= plane.cols):
         raise FormatError(
-            f"{name}: rows [{r0}, {r1}) and columns [{c0}, {c1}), expected a part of {plane.rows} x {plane.cols}"
+            f"{name}: rows [{r0}, {r1}) and columns [{c0}, {c1}), "
+            f"expected a part of {plane.rows} x {plane.cols}"
         )
     if r0 % SLAB_ROWS or r1 % SLAB_ROWS:
         raise FormatError(f"{name}: rows [{r0}, {r1}), expected multiples of {SLAB_ROWS}")

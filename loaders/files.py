@@ -180,9 +180,7 @@ class TensorReader:
         lead: an index or range of the first dimension of a 3-D tensor; rows and cols cut the two
         dimensions after it. A 1-D tensor has rows only. Raises CheckpointError, naming the tensor.
         """
-        info = self._tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{name}: no such tensor")
+        info = self.info(name)
         index = _index(name, info, rows, cols, lead)
         with self._lock:
             shard = self._shard(info.shard)
@@ -198,6 +196,13 @@ class TensorReader:
             self.bytes_read += found.nbytes
             shard.bytes_read += found.nbytes
         return found
+
+    def info(self, name: str) -> TensorInfo:
+        """What the headers say of a tensor. Raises CheckpointError where there is none."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{name}: no such tensor") from None
 
     def close(self) -> None:
         """Unmap everything. The next read maps again."""
