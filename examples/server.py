@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -182,7 +183,5 @@ def free_port() -> int:
 
 
 def _signal_group(leader: int, how: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, how)
-    except ProcessLookupError:
-        pass

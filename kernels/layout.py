@@ -5,10 +5,10 @@ w2: R = H, K = I), cut into tiles of 32 rows x 64 columns. A tile is contiguous,
 along K, then along R, then over experts:
 
     tiles   uint8  [E, RB, KT, 1024 + 64]    FP4 weights in MMA fragment order, then the scale codes
-    bases   uint8  [E, RB, 8, 4]             the row bases of the block, by lane quad
+    bases   uint8  [E, RB, 8, 4]             the row bases of the block, by lane quad: base | 0x80, or 0
     slices  int32  [E, RB, S]                exceptions of each K slice: see `Slice entries`
     starts  int64  [E, 2]                    first exception record and first dense slot of the expert
-    positions uint16 [n], bytes uint8 [n]    exception records
+    positions uint16 [n], bytes uint8 [n]    exception records: depth << 13 | tile << 7 | scale in the tile
     dense   uint8  [m, 64]                   the upper nibbles of tiles that are kept uncompressed
 
 RB = R / 32, KT = K / 64, S = the number of warps that share a row block (`split_k`).
@@ -22,9 +22,13 @@ A scale is `base + code`. Only normal positive E4M3 bytes (8 .. 126) are coded, 
 bf16 pattern is `(byte << 4) + constant`; every other byte is an exception record, and a row of zeros
 has the base 0. The native form keeps the byte itself in place of the code (128 bytes a tile, no bases).
 
-Slice entries. count << 24 | first record, relative to the expert's `starts`; count is at most
-`MAX_RECORDS`. A slice with more exceptions is dense: `DENSE_FLAG | first slot` and each of its tiles
-has one slot in `dense`, which completes the 4-bit codes to whole bytes.
+Exceptions. The scales of a tile are numbered fragment, half, lane (64, 32, 1); the low five bits of a
+record name the lane that uses the scale. Each lane takes its own records in the order of the tiles, and
+`depth` counts them within the slice.
+
+Slice entries. count << 24 | first record, relative to the expert's `starts`. A slice holds at most
+`MAX_RECORDS` records, `MAX_DEPTH` of one lane; one with more exceptions is dense: `DENSE_FLAG | first
+slot`, and each of its tiles has one slot in `dense`, which completes the 4-bit codes to whole bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ CODE_BYTES = TILE_SCALES // 2
 LOWEST_CODED, HIGHEST_CODED = 8, 126
 HIGHEST_BASE = HIGHEST_CODED - 15
 MAX_RECORDS = 64
+MAX_DEPTH = 6
+MAX_SLICE_TILES = 62
+ROW_FLAG = 0x80
 DENSE_SHARE = 16  # a slice is dense when more than one byte in so many is an exception
 DENSE_FLAG = 1 << 31
 
@@ -80,6 +87,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.rows % TILE_ROWS or self.k % TILE_K:
             raise ValueError(f"rows {self.rows} and k {self.k} must be multiples of {TILE_ROWS} and {TILE_K}")
+        if self.slice_tiles > MAX_SLICE_TILES:
+            raise ValueError(f"k is {self.k}; at most {8 * MAX_SLICE_TILES * TILE_K} columns can be prepared")
 
     @property
     def row_blocks(self) -> int:
@@ -243,7 +252,7 @@ def _slice_exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape
     padded = torch.nn.functional.pad(tile_count, (0, s.slices * s.slice_tiles - s.k_tiles))
     count = padded.view(e, s.row_blocks, s.slices, s.slice_tiles).sum(-1, dtype=torch.int32)
     limit = min(MAX_RECORDS, s.slice_tiles * TILE_SCALES // DENSE_SHARE)
-    dense = count > limit
+    dense = (count > limit) | (_lane_counts(exception, s).amax(-1) > MAX_DEPTH)
     tiles_in = (s.k_tiles - torch.arange(s.slices, device=device) * s.slice_tiles).clamp(0, s.slice_tiles)
     records = torch.where(dense, 0, count).view(e, -1).to(torch.int64)
     slots = (dense * tiles_in).view(e, -1).to(torch.int64)
@@ -257,7 +266,9 @@ def _slice_exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape
     kept = per_tile & ~dense_tile[..., None]
     where = kept.reshape(-1).nonzero().squeeze(1)
     tile = (where // TILE_SCALES) % s.k_tiles
-    position = (tile % s.slice_tiles) * TILE_SCALES + where % TILE_SCALES
+    slice_index = where // (TILE_SCALES * s.k_tiles) * s.slices + tile // s.slice_tiles
+    depth = _ranks(slice_index * 32 + where % 32)
+    position = depth << 13 | (tile % s.slice_tiles) * TILE_SCALES | where % TILE_SCALES
     return _Slices(
         entries=entry.view(e, s.row_blocks, s.slices),
         starts=totals.cumsum(0) - totals,
@@ -265,6 +276,26 @@ def _slice_exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape
         bytes=scale.reshape(-1)[where],
         dense_tile=dense_tile,
     )
+
+
+def _lane_counts(exception: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Exceptions of each lane in each slice: int32 [E, RB, S, 32]."""
+    s = shape
+    lanes = exception.reshape(-1, s.row_blocks, s.k_tiles, 4, 32).sum(3, dtype=torch.int32)
+    padded = torch.nn.functional.pad(lanes, (0, 0, 0, s.slices * s.slice_tiles - s.k_tiles))
+    return padded.view(-1, s.row_blocks, s.slices, s.slice_tiles, 32).sum(3, dtype=torch.int32)
+
+
+def _ranks(keys: torch.Tensor) -> torch.Tensor:
+    """How many equal keys stand before each key: int64, same shape [n]."""
+    order = torch.sort(keys, stable=True)
+    place = torch.arange(keys.numel(), device=keys.device)
+    new = torch.ones_like(order.values, dtype=torch.bool)
+    new[1:] = order.values[1:] != order.values[:-1]
+    start = torch.where(new, place, 0).cummax(0).values if keys.numel() else place
+    out = torch.empty_like(keys)
+    out[order.indices] = place - start
+    return out
 
 
 def _join_codes(code: torch.Tensor) -> torch.Tensor:
@@ -307,7 +338,8 @@ def pack(weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.T
         code = torch.where(chosen[..., None, None, None, None], tiled & 15, code)
         words = _join_codes(code)
     tiles = torch.cat((pack_weights(weight, s), words), dim=-1)
-    by_quad = base.permute(0, 1, 4, 2, 3).reshape(s.experts, s.row_blocks, 8, 4)
+    flagged = torch.where(base == 0, 0, base | ROW_FLAG)
+    by_quad = flagged.permute(0, 1, 4, 2, 3).reshape(s.experts, s.row_blocks, 8, 4)
     return PreparedMatrix(
         shape=s,
         tiles=tiles,
@@ -341,13 +373,13 @@ def unpack_scales(m: PreparedMatrix) -> torch.Tensor:
     if s.native:
         tiled = words.reshape(*dense_tile.shape, 8, 4, 2, 2).permute(0, 1, 2, 6, 5, 3, 4).contiguous()
     else:
-        base = m.bases.view(s.experts, s.row_blocks, 8, 2, 2).permute(0, 1, 3, 4, 2)
+        base = (m.bases & ~ROW_FLAG).view(s.experts, s.row_blocks, 8, 2, 2).permute(0, 1, 3, 4, 2)
         code = _split_codes(words)
         tiled = code + base[:, :, None, :, :, :, None]
         tiled[dense_tile] = code[dense_tile] | _split_codes(m.dense) << 4
     count = torch.where(entry < 0, 0, entry >> 24).view(-1)
     owner = torch.repeat_interleave(torch.arange(count.numel(), device=words.device), count)
-    position = m.positions.to(torch.int64)
+    position = m.positions.to(torch.int64) & 0x1FFF
     tile = owner % s.slices * s.slice_tiles + position // TILE_SCALES
     flat = (owner // s.slices * s.k_tiles + tile) * TILE_SCALES + position % TILE_SCALES
     tiled.view(-1)[flat] = m.bytes

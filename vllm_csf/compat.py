@@ -57,7 +57,7 @@ __all__ = [
 NEVER_COMPLETE = 1 << 40
 
 # The backends of data parallel dispatch that work with a method that has no modular kernel.
-_PLAIN_ALL2ALL = ("naive", "allgather_reducescatter")
+_PLAIN_ALL2ALL = ("allgather_reducescatter",)
 
 
 def load_format() -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from .stored import checkpoint_of
+
 ENCODING_KEY = "weight_scale_encoding"
 ENCODING = "csf"
 
@@ -33,7 +35,8 @@ class CsfNvfp4Config(QuantizationConfig):
     ) -> str | None:
         """Asked for every model that is served: claims CSF checkpoints, and what the user gives us."""
         encodings = declared_encodings(hf_quant_cfg)
-        if user_quant == cls.NAME or ENCODING in encodings:
+        model = str(getattr(hf_config, "name_or_path", None) or "")
+        if user_quant == cls.NAME or ENCODING in encodings or checkpoint_of(model) != model:
             if unknown := encodings - {ENCODING}:
                 raise ValueError(
                     f"{ENCODING_KEY} is {', '.join(map(repr, sorted(unknown)))}, expected {ENCODING!r}"

@@ -54,7 +54,7 @@ class LazyTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     def block(self) -> tuple[slice, slice] | None:
-        """Rows and columns of the source that this view shows, in order; None where it shows something else."""
+        """Rows and columns of the source that this view shows, in order; None for any other view."""
         with torch._C.DisableTorchFunctionSubclass():
             return _block(self.shape, self.stride(), self.storage_offset(), self.source.shape)
 

@@ -56,9 +56,10 @@ class _NvFp4ExpertsCompressed:
         if kind is None and declared:
             kind = ExpertsKind.CSF if self.csf_encoded else ExpertsKind.NVFP4
         if kind in (ExpertsKind.CSF, ExpertsKind.NVFP4):
-            streams = kind is ExpertsKind.CSF and compat.load_format() != "csf"
             ledger = ledger_of(self, speaks=compat.is_first_tensor_rank())
-            return CsfMoEMethod(layer, self.csf_dialect, streams, ledger)
+            if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
+                return CsfMoEMethod(layer, MODELOPT, False, ledger)
+            return CsfMoEMethod(layer, self.csf_dialect, kind is ExpertsKind.CSF, ledger)
         if kind is ExpertsKind.UNQUANTIZED:
             return compat.UnquantizedFusedMoEMethod(layer.moe_config)
         if kind is ExpertsKind.OTHER and declared:

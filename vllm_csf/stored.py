@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,13 +17,20 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 
+from .loaders import names
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_EXPERT = re.compile(r"^(?P<experts>.+\.experts)\.(?:\d+\.)?(?P<projection>[a-z0-9_]+?)\.(?P<part>.+)$")
-_FUSED = re.compile(
-    r"^(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj|w13|w2)(?P<part>_.+)?$"
-)
-_GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale")
+CONTAINER_METADATA = "metadata"
+CONTAINER_MANIFEST = "manifest.json"
+
+
+def checkpoint_of(model: str) -> str:
+    """The checkpoint that a model argument means: a container's metadata folder means the container."""
+    folder = Path(model)
+    if folder.name == CONTAINER_METADATA and (folder.parent / CONTAINER_MANIFEST).is_file():
+        return str(folder.parent)
+    return model
 
 
 class ExpertsKind(enum.Enum):
@@ -53,28 +59,29 @@ class Stored:
         self._experts: dict[str, dict[str, str]] = defaultdict(dict)
         self._modules: dict[str, set[str]] = defaultdict(set)
         for name in shards:
-            if match := _EXPERT.match(name) or _FUSED.match(name):
-                part = (match["part"] or "weight").removeprefix("_")
-                self._experts[canonical(match["experts"])].setdefault(part, name)
+            if parsed := names.parse(name):
+                part = parsed.part
+                if part == names.OTHER and "scale" in name:
+                    part = names.SCALE
+                self._experts[canonical(parsed.module)].setdefault(part, name)
             else:
-                module, _, part = name.rpartition(".")
-                self._modules[canonical(module)].add(part)
+                module, _, tail = name.rpartition(".")
+                self._modules[canonical(module)].add(tail)
 
     def experts(self, prefix: str) -> ExpertsKind | None:
         """The kind of a layer's experts; None where the checkpoint has none under that name."""
         parts = self._experts.get(canonical(prefix))
         if not parts:
             return None
-        if any("nvfp4_csf" in part for part in parts):
+        if names.SCALE_FIXED in parts or names.SCALE_EXCEPTIONS in parts:
             return ExpertsKind.CSF
-        if any(part in _GLOBAL_SCALES or part.endswith("scale_2") for part in parts):
+        if names.GLOBAL_SCALE in parts:
             return ExpertsKind.NVFP4
-        return ExpertsKind.OTHER if any("scale" in part for part in parts) else ExpertsKind.UNQUANTIZED
+        return ExpertsKind.OTHER if names.SCALE in parts else ExpertsKind.UNQUANTIZED
 
     def modelopt_algorithm(self, prefix: str) -> str:
         """ModelOpt's name of the format of experts that are neither NVFP4 nor unquantised."""
-        parts = self._experts[canonical(prefix)]
-        scale = next(name for part, name in parts.items() if "scale" in part and "input" not in part)
+        scale = self._experts[canonical(prefix)][names.SCALE]
         if scale.endswith("_inv"):
             return "FP8_PB_WO"
         dtype, shape = self._header(scale)
@@ -118,10 +125,10 @@ def _from_folder(folder: Path) -> Stored | None:
     if (index := folder / INDEX).is_file():
         files = json.loads(index.read_text())["weight_map"]
         return Stored({name: folder / file for name, file in files.items()})
-    contract = folder.parent / "build-contract.json"
-    if contract.is_file():
+    container = Path(checkpoint_of(str(folder)))
+    if (contract := container / "build-contract.json").is_file():
         files = json.loads(contract.read_text())["source_names"]
-        return Stored({name: folder.parent / "tensors" / file for name, file in files.items()})
+        return Stored({name: container / "tensors" / file for name, file in files.items()})
     if (single := folder / SINGLE).is_file():
         with safe_open(single, "pt") as shard:
             return Stored(dict.fromkeys(shard.keys(), single))

@@ -14,6 +14,8 @@ from .. import layout, ptx
 PAIR_MASK = 0x81C081C0
 BIAS = 0x7780
 BIAS2 = 0x77807780
+EMPTY = 0xFFFFFFFF  # a record of tile 63, which no slice has
+QUEUE_BYTES = 4 * layout.MAX_DEPTH
 
 
 class Dequant:
@@ -25,26 +27,8 @@ class Dequant:
 
     @cute.jit
     def record(self, raw: Uint32):
-        """An exception record's byte (bits 16 .. 23) to its scale pattern; all ones stay an empty record."""
-        byte = (raw >> Uint32(16)) & Uint32(0xFF)
-        magnitude = byte & Uint32(0x7F)
-        bits = (magnitude << Uint32(4)) + Uint32(BIAS)
-        if magnitude < 8:
-            # magnitude * 2^-9 * 2^119
-            bits = ptx.float_bits(Float32(Int32(magnitude)) * Float32(2.0**110)) >> Uint32(16)
-        if magnitude == 0x7F:
-            bits = Uint32(0x7FC0)
-        bits = bits | ((byte & Uint32(0x80)) << Uint32(8))
-        return (raw & Uint32(0xFFFF)) | (bits << Uint32(16))
-
-    @cute.jit
-    def tiles_hit(self, first: Uint32, second: Uint32):
-        """Bit t % 32 is set where tile t of the slice has an exception among the warp's raw records."""
-        mine = Uint32(0)
-        for raw in (first, second):
-            if raw != 0xFFFFFFFF:
-                mine = mine | (Uint32(1) << ((raw >> Uint32(7)) & Uint32(31)))
-        return Uint32(ptx.reduce_or(mine))
+        """A record's byte (bits 16 .. 23) to its scale pattern (bits 16 .. 31)."""
+        return (raw & Uint32(0xFFFF)) | (self.any_scales((raw >> Uint32(12)) & Uint32(0x0FF0)) << Uint32(16))
 
     @cute.jit
     def base_pairs(self, word: Uint32):
@@ -52,40 +36,42 @@ class Dequant:
         first = Uint32(BIAS2)
         second = Uint32(BIAS2)
         if cutlass.const_expr(not self.native):
-            halves = []
-            for i in cutlass.range_constexpr(4):
-                base = (word >> Uint32(8 * i)) & Uint32(0xFF)
-                bits = (base << Uint32(4)) + Uint32(BIAS)
-                if base == 0:
-                    bits = Uint32(0)
-                halves.append(bits)
-            first = halves[0] | (halves[1] << Uint32(16))
-            second = halves[2] | (halves[3] << Uint32(16))
+            # Bytes 0, 1 and 2, 3 spread over halves; the row flag, replicated, masks rows of zeros.
+            first = ptx.prmt(word, Uint32(0), Uint32(0x4140)) * Uint32(16) + Uint32(BIAS2 - 0x08000800)
+            second = ptx.prmt(word, Uint32(0), Uint32(0x4342)) * Uint32(16) + Uint32(BIAS2 - 0x08000800)
+            first = first & ptx.prmt(word, Uint32(0), Uint32(0x9988))
+            second = second & ptx.prmt(word, Uint32(0), Uint32(0xBBAA))
         return first, second
 
     @cute.jit
-    def scales(self, address: Int32, base0: Uint32, base1: Uint32, lane: Int32, is_dense: Int32, dense_row: Int64, tile: Int32):
+    def scales(self, address: Int32, base0: Uint32, base1: Uint32, lane: Int32):
         """The lane's scales in one tile: bf16 pairs (rows r, r + 8) of the two fragments."""
         codes = address + layout.WEIGHT_BYTES
         if cutlass.const_expr(self.native):
             word = ptx.lds32(codes + lane * 4)
             sv0 = (word & Uint32(0x00FF00FF)) * Uint32(16) + base0
             sv1 = ((word >> Uint32(4)) & Uint32(0x0FF00FF0)) + base1
-            if is_dense != 0:
-                sv0 = self.any_scales((word & Uint32(0x00FF00FF)) << Uint32(4))
-                sv1 = self.any_scales((word >> Uint32(4)) & Uint32(0x0FF00FF0))
         else:
             word = ptx.prmt(ptx.lds16(codes + lane * 2), Uint32(0), Uint32(0x4140))
             sv0 = (word & Uint32(0x000F000F)) * Uint32(16) + base0
             sv1 = (word & Uint32(0x00F000F0)) + base1
-            if is_dense != 0:
-                above = ptx.ldg16(dense_row + Int64(tile) * layout.CODE_BYTES + Int64(lane * 2))
-                above = ptx.prmt(above, Uint32(0), Uint32(0x4140))
-                low = (word & Uint32(0x000F000F)) << Uint32(4)
-                sv0 = self.any_scales(low | ((above & Uint32(0x000F000F)) << Uint32(8)))
-                low = word & Uint32(0x00F000F0)
-                sv1 = self.any_scales(low | ((above & Uint32(0x00F000F0)) << Uint32(4)))
         return sv0, sv1
+
+    @cute.jit
+    def dense_scales(self, address: Int32, lane: Int32, dense_row: Int64, tile: Int32):
+        """As `scales`, of a slice that keeps whole bytes: their upper nibbles lie at `dense_row`."""
+        codes = address + layout.WEIGHT_BYTES
+        if cutlass.const_expr(self.native):
+            word = ptx.lds32(codes + lane * 4)
+            first = (word & Uint32(0x00FF00FF)) << Uint32(4)
+            second = (word >> Uint32(4)) & Uint32(0x0FF00FF0)
+        else:
+            word = ptx.prmt(ptx.lds16(codes + lane * 2), Uint32(0), Uint32(0x4140))
+            above = ptx.ldg16(dense_row + Int64(tile) * layout.CODE_BYTES + Int64(lane * 2))
+            above = ptx.prmt(above, Uint32(0), Uint32(0x4140))
+            first = ((word & Uint32(0x000F000F)) << Uint32(4)) | ((above & Uint32(0x000F000F)) << Uint32(8))
+            second = (word & Uint32(0x00F000F0)) | ((above & Uint32(0x00F000F0)) << Uint32(4))
+        return self.any_scales(first), self.any_scales(second)
 
     @cute.jit
     def any_scales(self, bits: Uint32):
@@ -100,23 +86,50 @@ class Dequant:
         return value | ((bits & Uint32(0x08000800)) << Uint32(4))
 
     @cute.jit
-    def patch(self, sv0: Uint32, sv1: Uint32, record: Uint32, tile: Int32, lane: Int32):
-        """Replaces the scales of this tile that are exceptions, in the lanes that hold them."""
-        hits = Uint32(cute.arch.vote_ballot_sync(Int32((record >> Uint32(7)) & Uint32(0x1FF)) == tile))
-        while hits != 0:
-            source = ptx.find_first_set(hits)
-            hits = hits & (hits - Uint32(1))
-            found = Uint32(cute.arch.shuffle_sync(record, Int32(source)))
-            if Int32(found & Uint32(31)) == lane:
-                value = found >> Uint32(16)
+    def queue_records(self, raw: tuple, count: Int32, table: Int32, lane: Int32):
+        """Hands the slice's records, spread over the lanes, to the lanes that use them.
+
+        `table`: 32 queues of `MAX_DEPTH` words in the warp's shared memory. Returns the first record of
+        this lane and the address behind it.
+        """
+        mine = table + lane * QUEUE_BYTES
+        found = Uint32(EMPTY)
+        if count > 0:
+            cute.arch.sync_warp()
+            for d in cutlass.range_constexpr(layout.MAX_DEPTH):
+                ptx.sts32(mine + d * 4, Uint32(EMPTY))
+            cute.arch.sync_warp()
+            for r in cutlass.range_constexpr(len(raw)):
+                if lane + 32 * r < count:
+                    owner = Int32(raw[r] & Uint32(31))
+                    depth = Int32((raw[r] >> Uint32(13)) & Uint32(7))
+                    ptx.sts32(table + owner * QUEUE_BYTES + depth * 4, self.record(raw[r]))
+            cute.arch.sync_warp()
+            found = ptx.lds32(mine)
+        return found, mine + 4
+
+    @cute.jit
+    def patch(self, sv0: Uint32, sv1: Uint32, record: Uint32, queue: Int32, queue_end: Int32, tile: Int32):
+        """Replaces the scales of this tile that are exceptions; each lane takes its own records in turn."""
+        due = Int32((record >> Uint32(7)) & Uint32(63)) == tile
+        more = cute.arch.vote_any_sync(due)
+        while more:
+            if due:
+                value = record >> Uint32(16)
                 selector = Uint32(0x3254)
-                if (found & Uint32(32)) != 0:
+                if (record & Uint32(32)) != 0:
                     selector = Uint32(0x5410)
-                if (found & Uint32(64)) != 0:
+                if (record & Uint32(64)) != 0:
                     sv1 = ptx.prmt(sv1, value, selector)
                 else:
                     sv0 = ptx.prmt(sv0, value, selector)
-        return sv0, sv1
+                record = Uint32(EMPTY)
+                if queue < queue_end:
+                    record = ptx.lds32(queue)
+                queue += 4
+            due = Int32((record >> Uint32(7)) & Uint32(63)) == tile
+            more = cute.arch.vote_any_sync(due)
+        return sv0, sv1, record, queue
 
     @cute.jit
     def fragment(self, word: Uint32, scale: Uint32):

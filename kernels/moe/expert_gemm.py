@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import layout, ptx
-from .dequant import Dequant
+from .dequant import QUEUE_BYTES, Dequant
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -67,8 +67,13 @@ class GemmConfig:
         return self.units * 32 * 16 if self.split > 1 else 0
 
     @property
+    def queue_bytes(self) -> int:
+        """Shared memory for one warp's exceptions of an item."""
+        return self.blocks * 32 * QUEUE_BYTES
+
+    @property
     def shared_bytes(self) -> int:
-        return WARPS * (self.stages * (self.slot_bytes + 8) + self.partial_bytes)
+        return WARPS * (self.stages * (self.slot_bytes + 8) + self.partial_bytes + self.queue_bytes)
 
 
 class ExpertGemm:
@@ -120,6 +125,7 @@ class ExpertGemm:
         ring = shared_base + warp * (c.stages * c.slot_bytes)
         bars = shared_base + WARPS * c.stages * c.slot_bytes + warp * (c.stages * 8)
         partial = shared_base + WARPS * c.stages * (c.slot_bytes + 8) + team * (split * c.partial_bytes)
+        queues = shared_base + c.shared_bytes - (warp + 1) * c.queue_bytes
         if cutlass.const_expr(c.bulk):
             if lane == 0:
                 for s in cutlass.range_constexpr(c.stages):
@@ -150,15 +156,21 @@ class ExpertGemm:
             policy = ptx.evict_first_policy()
 
         # ---- fill the ring
-        f_item = first
+        f_left = last - first
         if chunks == 0:
-            f_item = last
+            f_left = Int32(0)
         f_chunk = Int32(0)
+        f_entry = first // tile_items
         f_address = Int64(0)
+        f_within = Int32(0)
+        if f_left > 0:
+            index = first - f_entry * tile_items
+            f_within = tile_items - index
+            f_address = self.stream_start(tiles, entries, f_entry, row_blocks, index, block_bytes, tile0)
         for s in cutlass.range_constexpr(c.stages):
-            f_item, f_chunk, f_address = self.fill(
-                f_item, f_chunk, f_address, last, ring + s * c.slot_bytes, bars + s * 8, lane,
-                tiles, entries, tile_items, block_bytes, tile0, tile_count, chunks, policy,
+            f_left, f_chunk, f_entry, f_within, f_address = self.fill(
+                f_left, f_chunk, f_entry, f_within, f_address, ring + s * c.slot_bytes, bars + s * 8, lane,
+                tiles, entries, row_blocks, tile_items, block_bytes, tile0, tile_count, chunks, policy,
             )  # fmt: skip
 
         acc = cute.make_rmem_tensor((4, c.units), Float32)
@@ -166,18 +178,16 @@ class ExpertGemm:
         rows = cute.make_rmem_tensor(c.n_tiles, Int64)
         now = cute.make_rmem_tensor(blocks, Uint32)  # slice entries of this item and of the next one
         following = cute.make_rmem_tensor(blocks, Uint32)
-        records = cute.make_rmem_tensor((2, blocks), Uint32)
         raw = cute.make_rmem_tensor((2, blocks), Uint32)
+        records = cute.make_rmem_tensor(blocks, Uint32)
+        queue = cute.make_rmem_tensor(blocks, Int32)
         base_words = cute.make_rmem_tensor(blocks, Uint32)
         base_pairs = cute.make_rmem_tensor((2, blocks), Uint32)
         dense_rows = cute.make_rmem_tensor(blocks, Int64)
-        is_dense = cute.make_rmem_tensor(blocks, Int32)
-        hit_tiles = cute.make_rmem_tensor(blocks, Uint32)
-        dense_rows.fill(Int64(0))
-        sv = cute.make_rmem_tensor((2, blocks), Uint32)
         weights = cute.make_rmem_tensor((2, c.n_tiles), Float32)
         targets = cute.make_rmem_tensor((2, c.n_tiles), Int64)
         alphas = cute.make_rmem_tensor(2, Float32)
+        dense_rows.fill(Int64(0))
         slot = Int32(0)
         phase = Int32(0)
         item = first
@@ -214,18 +224,16 @@ class ExpertGemm:
             )
 
             for i in cutlass.range(index, end, unroll=1):
+                any_dense = Int32(0)
                 for b in cutlass.range_constexpr(blocks):
-                    entry_word = now[b]
-                    is_dense[b] = Int32(0)
-                    hit_tiles[b] = Uint32(0)
-                    if Int32(entry_word) < 0:
-                        is_dense[b] = Int32(1)
-                        slot_index = Int64(entry_word & Uint32(0x7FFFFFFF))
-                        dense_rows[b] = dense_at + slot_index * layout.CODE_BYTES
-                    if Int32(entry_word >> Uint32(24)) > 0:
-                        hit_tiles[b] = self.dequant.tiles_hit(raw[0, b], raw[1, b])
-                    for r in cutlass.range_constexpr(2):
-                        records[r, b] = self.dequant.record(raw[r, b])
+                    word = now[b]
+                    if Int32(word) < 0:
+                        any_dense = any_dense | (1 << b)
+                        dense_rows[b] = dense_at + Int64(word & Uint32(0x7FFFFFFF)) * layout.CODE_BYTES
+                        word = Uint32(0)
+                    records[b], queue[b] = self.dequant.queue_records(
+                        (raw[0, b], raw[1, b]), Int32(word >> Uint32(24)), queues + b * (32 * QUEUE_BYTES), lane
+                    )
                     base_pairs[0, b], base_pairs[1, b] = self.dequant.base_pairs(base_words[b])
                     self.load_records(raw, b, following[b], position_at, value_at, lane)
                     now[b] = following[b]
@@ -242,31 +250,28 @@ class ExpertGemm:
                     else:
                         ptx.cp_async_wait(c.stages - 1)
                         cute.arch.sync_warp()
-                    for t in cutlass.range_constexpr(c.chunk_tiles):
-                        if tile < tile_count:
-                            # The last tile of an item asks for the first tokens again: the next item's.
-                            step = Int64(128)
-                            if tile + 1 == tile_count:
-                                step = Int64(128 - 128 * tile_count)
-                            for j in cutlass.range_constexpr(c.n_tiles):
-                                rows[j] = rows[j] + step
-                            self.load_tokens(xs, (t + 1) % 2, rows)
-                            for b in cutlass.range_constexpr(blocks):
-                                address = here + (b * c.chunk_tiles + t) * c.tile_bytes
-                                sv[0, b], sv[1, b] = self.dequant.scales(
-                                    address, base_pairs[0, b], base_pairs[1, b], lane, is_dense[b], dense_rows[b], tile
-                                )
-                                if (hit_tiles[b] >> Uint32(tile & 31)) & Uint32(1) != 0:
-                                    for r in cutlass.range_constexpr(2):
-                                        sv[0, b], sv[1, b] = self.dequant.patch(
-                                            sv[0, b], sv[1, b], records[r, b], tile, lane
-                                        )
-                                self.multiply(acc, xs, t % 2, b, address, sv[0, b], sv[1, b], lane)
-                            tile += 1
+                    if any_dense == 0:
+                        for t in cutlass.range_constexpr(c.chunk_tiles):
+                            if tile + t < tile_count:
+                                self.next_tokens(xs, (t + 1) % 2, rows, tile + t, tile_count)
+                                for b in cutlass.range_constexpr(blocks):
+                                    address = here + (b * c.chunk_tiles + t) * c.tile_bytes
+                                    sv0, sv1 = self.dequant.scales(address, base_pairs[0, b], base_pairs[1, b], lane)
+                                    sv0, sv1, records[b], queue[b] = self.dequant.patch(
+                                        sv0, sv1, records[b], queue[b],
+                                        queues + b * (32 * QUEUE_BYTES) + (lane + 1) * QUEUE_BYTES, tile + t,
+                                    )  # fmt: skip
+                                    self.multiply(acc, xs, t % 2, b, address, sv0, sv1, lane)
+                    else:
+                        self.dense_chunk(
+                            acc, xs, rows, records, queue, base_pairs, dense_rows, any_dense,
+                            here, queues, tile, tile_count, lane,
+                        )  # fmt: skip
+                    tile += c.chunk_tiles
                     cute.arch.sync_warp()
-                    f_item, f_chunk, f_address = self.fill(
-                        f_item, f_chunk, f_address, last, here, bar, lane,
-                        tiles, entries, tile_items, block_bytes, tile0, tile_count, chunks, policy,
+                    f_left, f_chunk, f_entry, f_within, f_address = self.fill(
+                        f_left, f_chunk, f_entry, f_within, f_address, here, bar, lane,
+                        tiles, entries, row_blocks, tile_items, block_bytes, tile0, tile_count, chunks, policy,
                     )  # fmt: skip
                     slot += 1
                     if slot == c.stages:
@@ -277,6 +282,42 @@ class ExpertGemm:
                         for w in cutlass.range_constexpr(8):
                             xs[w, j, 0] = xs[w, j, 1]
                 self.finish_item(acc, partial, team, member, lane, i, count, alphas, weights, targets)
+
+    @cute.jit
+    def dense_chunk(
+        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, records: cute.Tensor, queue: cute.Tensor,
+        base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, here: Int32, queues: Int32,
+        tile: Int32, tile_count: Int32, lane: Int32,
+    ):  # fmt: skip
+        """The chunk of an item with a dense slice; out of the way of the usual loop, and compact."""
+        c = self.c
+        sv = cute.make_rmem_tensor(2, Uint32)
+        for t in cutlass.range_constexpr(c.chunk_tiles):
+            if tile + t < tile_count:
+                self.next_tokens(xs, (t + 1) % 2, rows, tile + t, tile_count)
+                for b in cutlass.range_constexpr(c.blocks):
+                    address = here + (b * c.chunk_tiles + t) * c.tile_bytes
+                    if (any_dense & (1 << b)) != 0:
+                        sv[0], sv[1] = self.dequant.dense_scales(address, lane, dense_rows[b], tile + t)
+                    else:
+                        sv0, sv1 = self.dequant.scales(address, base_pairs[0, b], base_pairs[1, b], lane)
+                        sv[0], sv[1], records[b], queue[b] = self.dequant.patch(
+                            sv0, sv1, records[b], queue[b],
+                            queues + b * (32 * QUEUE_BYTES) + (lane + 1) * QUEUE_BYTES, tile + t,
+                        )  # fmt: skip
+                    self.multiply(acc, xs, t % 2, b, address, sv[0], sv[1], lane)
+
+    @cute.jit
+    def next_tokens(
+        self, xs: cute.Tensor, buffer: cutlass.Constexpr, rows: cute.Tensor, tile: Int32, tile_count: Int32
+    ):
+        """Requests the tokens of the next tile; after the last, those of the first: the next item's."""
+        step = Int64(128)
+        if tile + 1 == tile_count:
+            step = Int64(128 - 128 * tile_count)
+        for j in cutlass.range_constexpr(self.c.n_tiles):
+            rows[j] = rows[j] + step
+        self.load_tokens(xs, buffer, rows)
 
     @cute.jit
     def own_items(self, items: Int32, worker: Int32, grid: Int32):
@@ -294,43 +335,63 @@ class ExpertGemm:
     # ---- the stream of weights -------------------------------------------------------------------
 
     @cute.jit
-    def fill(
-        self, item: Int32, chunk: Int32, address: Int64, last: Int32, slot: Int32, bar: Int32, lane: Int32,
-        tiles: Int64, entries: Int64, tile_items: Int32, block_bytes: Int64, tile0: Int32, tile_count: Int32,
-        chunks: Int32, policy: Int64,
+    def stream_start(
+        self, tiles: Int64, entries: Int64, entry: Int32, row_blocks: Int32, index: Int32, block_bytes: Int64,
+        tile0: Int32,
     ):  # fmt: skip
-        """Requests the next chunk of this warp's stream into `slot`; returns the stream's new position."""
+        """Address of this warp's first tile in item `index` of a work tile."""
+        expert = Int32(ptx.ldg32(entries + 16 + Int64(entry) * 16))
+        block = Int64(expert) * Int64(row_blocks) + Int64(index * self.c.blocks)
+        return tiles + block * block_bytes + Int64(tile0 * self.c.tile_bytes)
+
+    @cute.jit
+    def fill(
+        self, left: Int32, chunk: Int32, entry: Int32, within: Int32, address: Int64, slot: Int32, bar: Int32,
+        lane: Int32, tiles: Int64, entries: Int64, row_blocks: Int32, tile_items: Int32, block_bytes: Int64,
+        tile0: Int32, tile_count: Int32, chunks: Int32, policy: Int64,
+    ):  # fmt: skip
+        """Requests the next chunk of this warp's stream into `slot`; returns the stream's new position.
+
+        The position: items left, chunk of the item, work tile and the items left in it, address.
+        """
         c = self.c
-        if item < last:
-            if chunk == 0:
-                entry = item // tile_items
-                expert = Int32(ptx.ldg32(entries + 16 + Int64(entry) * 16))
-                block = (Int64(expert) * Int64(tile_items) + Int64(item - entry * tile_items)) * c.blocks
-                address = tiles + block * block_bytes + Int64(tile0) * c.tile_bytes
-            count = tile_count - chunk * c.chunk_tiles
-            if count > c.chunk_tiles:
-                count = Int32(c.chunk_tiles)
-            size = count * c.tile_bytes
-            if cutlass.const_expr(c.bulk):
-                if lane == 0:
-                    ptx.mbarrier_expect(bar, size * c.blocks)
-                    for b in cutlass.range_constexpr(c.blocks):
-                        target = slot + b * c.chunk_tiles * c.tile_bytes
-                        ptx.bulk_load(target, address + b * block_bytes, size, bar, policy)
-            else:
-                for b in cutlass.range_constexpr(c.blocks):
-                    target = slot + b * c.chunk_tiles * c.tile_bytes
-                    source = address + b * block_bytes
-                    for offset in cutlass.range(lane * 16, size, 32 * 16):
-                        ptx.cp_async16(target + offset, source + Int64(offset))
+        if left > 0:
+            if within == 0:
+                entry += 1
+                within = tile_items
+                address = self.stream_start(tiles, entries, entry, row_blocks, Int32(0), block_bytes, tile0)
+            size = (tile_count - chunk * c.chunk_tiles) * c.tile_bytes
+            if size > c.chunk_tiles * c.tile_bytes:
+                size = Int32(c.chunk_tiles * c.tile_bytes)
+            self.copy_chunk(slot, address, size, block_bytes, bar, lane, policy)
             address += Int64(size)
             chunk += 1
             if chunk == chunks:
                 chunk = Int32(0)
-                item += 1
+                left -= 1
+                within -= 1
+                address += c.blocks * block_bytes - Int64(tile_count * c.tile_bytes)
         if cutlass.const_expr(not c.bulk):
             ptx.cp_async_commit()
-        return item, chunk, address
+        return left, chunk, entry, within, address
+
+    @cute.jit
+    def copy_chunk(
+        self, slot: Int32, address: Int64, size: Int32, block_bytes: Int64, bar: Int32, lane: Int32, policy: Int64
+    ):
+        c = self.c
+        if cutlass.const_expr(c.bulk):
+            if lane == 0:
+                ptx.mbarrier_expect(bar, size * c.blocks)
+                for b in cutlass.range_constexpr(c.blocks):
+                    target = slot + b * c.chunk_tiles * c.tile_bytes
+                    ptx.bulk_load(target, address + b * block_bytes, size, bar, policy)
+        else:
+            for b in cutlass.range_constexpr(c.blocks):
+                target = slot + b * c.chunk_tiles * c.tile_bytes
+                source = address + b * block_bytes
+                for offset in cutlass.range(lane * 16, size, 32 * 16):
+                    ptx.cp_async16(target + offset, source + Int64(offset))
 
     # ---- tokens ----------------------------------------------------------------------------------
 

@@ -37,7 +37,13 @@ def test_unpack_returns_what_was_packed(gated, native, share):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 2**31), st.sampled_from([0, 0.02, 0.06, 0.3, 1])
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**31),
+    st.sampled_from([0, 0.02, 0.06, 0.3, 1]),
 )
 def test_any_plane_survives(experts, row_blocks, k_tiles, gated, native, seed, share):
     shape = layout.Shape(experts, 32 * row_blocks, 64 * k_tiles, gated, native)

@@ -120,7 +120,8 @@ def test_any_order(streams: bool, dialect: Dialect, seed: int) -> None:
     checkpoint, layer = Checkpoint(), Layer(dialect, streams)
     tensors = list(checkpoint.tensors(dialect, streams))
     random.Random(seed).shuffle(tensors)
-    assert all([layer.receive(*tensor) for tensor in tensors])
+    for tensor in tensors:
+        assert layer.receive(*tensor)
     np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
 
 

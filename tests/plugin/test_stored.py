@@ -98,6 +98,7 @@ def test_formats_of_other_experts(tmp_path: Path, scale: torch.Tensor, algorithm
 
 def test_container_is_read_from_its_contract(tmp_path: Path) -> None:
     (tmp_path / "metadata").mkdir()
+    (tmp_path / "manifest.json").write_text("{}")
     names = {
         f"{EXPERTS}.0.up_proj.weight": "a.safetensors",
         f"{EXPERTS}.0.up_proj.weight_scale_2": "a.safetensors",
