@@ -99,7 +99,7 @@ def _expert_tensors(checkpoint: Checkpoint, layer: ExpertLayer) -> Iterator[Name
 
 def _stored_projection(source: ProjectionSource) -> str:
     """The projection in the spelling of its checkpoint, which is the one that the model expects."""
-    tail = source.weight_name.removeprefix(source.layer.name)
+    tail = source.weight_name.removeprefix(source.layer)
     short = any(part in _W_PROJECTIONS.values() or part == "w13" for part in tail.split("."))
     return (_W_PROJECTIONS if short else _PROJECTIONS)[source.projection]
 
@@ -152,7 +152,7 @@ class _GlobalScale(_Source):
 
     @property
     def name(self) -> str:
-        return f"{self._source.layer.name}.{self._source.expert}.{self._source.projection} global scale"
+        return f"{self._source.layer}.{self._source.expert}.{self._source.projection} global scale"
 
     def read(self, rows: slice, cols: slice) -> torch.Tensor:
         return self._source.global_scale.reshape(1, 1)

@@ -1,0 +1,159 @@
+"""The engine in this process, on the CPU: what needs no server to be seen."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs vLLM's CPU build"),
+]
+
+PROMPTS = ([5, 17, 33, 99], [7, 201, 120, 64, 64, 12, 31, 90], list(range(10, 60)))
+FAMILY = "qwen3-moe"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_this_process() -> Iterator[None]:
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    made: list[Any] = []
+
+    def start(model: Path, **options: Any) -> Any:
+        from vllm import LLM
+
+        arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4}
+        made.append(LLM(str(model), **(arguments | options)))
+        return made[-1]
+
+    yield start
+    made.clear()
+    gc.collect()
+
+
+def tokens(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def want(checkpoint) -> list[list[int]]:
+    """Of Hugging Face transformers on the dequantised weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint(FAMILY, "dequantized"), dtype=torch.float32
+    ).eval()
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(12):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize("layout", ["csf", "modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("load_format", ["auto", "csf"])
+def test_layouts_and_loaders(checkpoint, engine, want, layout: str, load_format: str) -> None:
+    llm = engine(checkpoint(FAMILY, layout), quantization="csf_nvfp4", load_format=load_format)
+    assert tokens(llm) == want
+
+
+def test_container_is_claimed_by_its_place(checkpoint, engine, want) -> None:
+    assert tokens(engine(checkpoint(FAMILY, "container"), load_format="csf")) == want
+
+
+def test_compiled(checkpoint, engine, want) -> None:
+    assert tokens(engine(checkpoint(FAMILY, "csf"), enforce_eager=False)) == want
+
+
+@pytest.mark.parametrize("load_format", ["auto", "csf"])
+@pytest.mark.parametrize("layout", ["csf", "modelopt"])
+def test_reload(checkpoint, engine, want, layout: str, load_format: str) -> None:
+    """The same weights, others with other exceptions, and the first again."""
+    first = checkpoint(FAMILY, layout)
+    llm = engine(first, quantization="csf_nvfp4", load_format=load_format)
+    llm.collective_rpc("reload_weights")
+    assert tokens(llm) == want
+    other = checkpoint(FAMILY, layout, seed=1)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    assert tokens(llm) == tokens(engine(other, quantization="csf_nvfp4")) != want
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(first)})
+    assert tokens(llm) == want
+
+
+def test_dummy_weights_start_and_make_way_for_real_ones(checkpoint, engine, want) -> None:
+    llm = engine(checkpoint(FAMILY, "csf"), load_format="dummy")
+    assert tokens(llm) != want
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    llm.collective_rpc("reload_weights")
+    assert tokens(llm) == want
+
+
+def test_one_line_says_what_was_saved(checkpoint, engine, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.csf")
+    logger.addHandler(caplog.handler)
+    try:
+        llm = engine(checkpoint(FAMILY, "csf"))
+        llm.collective_rpc("reload_weights")
+    finally:
+        logger.removeHandler(caplog.handler)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "vllm.csf"]
+    assert line.startswith("csf_nvfp4: ")
+    assert "execution reference" in line
+
+
+def test_unknown_execution_is_refused(checkpoint, engine) -> None:
+    with pytest.raises(Exception, match="csf_execution is 'magic' on cpu"):
+        engine(checkpoint(FAMILY, "csf"), additional_config={"csf_execution": "magic"})
+
+
+def test_missing_stream_is_named(checkpoint, engine, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    lost = 0
+    for path in checkpoint(FAMILY, "csf").iterdir():
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            name = "model.layers.1.mlp.experts.2.up_proj.weight_scale.nvfp4_csf_exceptions"
+            lost += tensors.pop(name, None) is not None
+            save_file(tensors, broken / path.name)
+        else:
+            (broken / path.name).symlink_to(path)
+    assert lost == 1
+    with pytest.raises(
+        Exception, match=r"layers\.1\.mlp\.experts \(local expert 2\)\.up_proj: has the fixed stream"
+    ):
+        engine(broken)
