@@ -63,15 +63,20 @@ class Record:
     ok: bool = False
 
 
-class PluginLines(logging.Handler):
-    """Collects the plugin's lines; the engine runs in this process."""
+class PluginLines(logging.Filter):
+    """Collects the plugin's lines; the engine runs in this process.
+
+    A filter that lets everything pass: vLLM configures its loggers anew when an engine starts, which
+    drops handlers and keeps filters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         self.lines.append(record.getMessage())
+        return True
 
 
 def prepare_environment() -> None:
@@ -198,7 +203,7 @@ def main() -> int:
     arguments = parser.parse_args()
     prepare_environment()
     record, lines = Record(model=arguments.compressed.name), PluginLines()
-    logging.getLogger("vllm.csf").addHandler(lines)
+    logging.getLogger("vllm.csf").addFilter(lines)
     llm = start(arguments, record)
     runs = {"first": generate(llm, arguments.tokens), "again": generate(llm, arguments.tokens)}
     runs["after reload"] = (llm.collective_rpc("reload_weights"), generate(llm, arguments.tokens))[1]

@@ -9,19 +9,19 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(family, layout) -> folder to serve."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family, layout, seed=0) -> folder to serve."""
     from vllm_csf.loaders import example
 
     root = tmp_path_factory.mktemp("checkpoints")
-    made: dict[tuple[str, str], Path] = {}
+    made: dict[tuple[str, str, int], Path] = {}
 
-    def make(family: str, layout: str) -> Path:
-        if (family, layout) not in made:
-            folder = root / family / layout
+    def make(family: str, layout: str, seed: int = 0) -> Path:
+        if (family, layout, seed) not in made:
+            folder = root / f"{family}-{seed}" / layout
             folder.parent.mkdir(exist_ok=True)
-            example.make_example(folder, family=family, layout=layout)
-            made[family, layout] = folder / "metadata" if layout == "container" else folder
-        return made[family, layout]
+            example.make_example(folder, family=family, layout=layout, seed=seed)
+            made[family, layout, seed] = folder / "metadata" if layout == "container" else folder
+        return made[family, layout, seed]
 
     return make

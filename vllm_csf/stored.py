@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from .loaders import names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LAYER = re.compile(r"(mtp\.)?layers\.\d+\.")
 CONTAINER_METADATA = "metadata"
 CONTAINER_MANIFEST = "manifest.json"
 
@@ -93,9 +95,20 @@ class Stored:
         """Whether a linear layer is there and has nothing but its weight (and bias)."""
         name = prefix.rpartition(".")[2]
         parent = prefix.removesuffix(name)
-        members = (parent + part for part in packed.get(name, (name,)))
-        found = [self._modules.get(canonical(member)) for member in members]
-        return all(parts is not None and "weight" in parts and parts <= {"weight", "bias"} for parts in found)
+        found = [self._tails(canonical(parent + member)) for member in packed.get(name, (name,))]
+        return all(tails is not None and "weight" in tails and tails <= {"weight", "bias"} for tails in found)
+
+    def _tails(self, module: str) -> set[str] | None:
+        """What is stored of a module. Some of vLLM's names leave a step out (the head of an MTP layer is
+        ``layers.N.head``, stored as ``layers.N.shared_head.head``): then the only one so named counts."""
+        if module in self._modules:
+            return self._modules[module]
+        layer = _LAYER.match(module)
+        if layer is None:
+            return None
+        last = "." + module.rpartition(".")[2]
+        named = [m for m in self._modules if m.startswith(layer[0]) and m.endswith(last)]
+        return self._modules[named[0]] if len(named) == 1 else None
 
     def _header(self, name: str) -> tuple[str, list[int]]:
         path = self._shards[name]

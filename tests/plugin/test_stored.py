@@ -76,6 +76,17 @@ def test_linear_layers_with_scales_on_one_of_their_parts() -> None:
     assert not stored.is_plain_linear(f"{ATTENTION}.qkv_proj", PACKED)
 
 
+def test_a_step_left_out_of_a_name() -> None:
+    stored = named("model.layers.46.shared_head.head.weight", "model.layers.4.shared_head.head.weight_scale")
+    assert stored.is_plain_linear("model.layers.46.head", {})
+    assert not stored.is_plain_linear("model.layers.4.head", {})
+
+
+def test_a_name_that_could_mean_two_modules_is_unknown() -> None:
+    stored = named(*(f"model.layers.4.{part}.down_proj.weight" for part in ("mlp", "shared")))
+    assert not stored.is_plain_linear("model.layers.4.down_proj", {})
+
+
 @pytest.mark.parametrize(
     ("scale", "algorithm"),
     [
