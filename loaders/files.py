@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -45,6 +46,7 @@ _BITS = {
     "F64": 64,
     "C64": 64,
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_HEADER = 1 << 28
 _OPEN_SHARDS = 4
 # A shard is mapped anew after so many bytes, so that pages read long ago stop counting as ours.
@@ -192,7 +194,7 @@ class TensorReader:
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise CheckpointError(f"{name}: cannot be read from {info.shard}: {error}") from error
             # A view would keep the file mapped, at whatever alignment the file has.
-            found = found.clone(memory_format=torch.contiguous_format)
+            found = _copy(found)
             self.bytes_read += found.nbytes
             shard.bytes_read += found.nbytes
         return found
@@ -229,6 +231,16 @@ class _Shard:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"shard {path}: cannot be opened: {error}") from error
         self.bytes_read = 0
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, made on this thread.
+
+    torch splits even small copies over its thread pool; on a machine whose cores are busy (several ranks
+    that load at once) the threads wait for each other, which was measured to cost more than tenfold.
+    """
+    bits = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    return torch.from_numpy(np.array(bits, order="C")).view(tensor.dtype)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from . import codec
@@ -287,8 +288,8 @@ class ExpertLayer:
                 source.plane(rows, cols, pad_to) if start < stop else source.channels(start, stop, size)[1]
                 for source in sources
             ]
-        scales = torch.stack([source.scale(rows, cols) for source in sources])
-        return encode_padded(scales, self.spec, pad_to, f"{self.name}: {projection} scales")
+        scales = np.stack([source.scale(rows, cols).numpy() for source in sources])
+        return encode_padded(torch.from_numpy(scales), self.spec, pad_to, f"{self.name}: {projection} scales")
 
     def unequal_global_scales(self) -> list[str]:
         """One line for every expert whose gate and up have other bits in their global scales."""
@@ -346,9 +347,9 @@ def _padded_plane(plane: Plane, pad_to: tuple[int, int] | None, name: str) -> Pl
 
 
 def _padded(block: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    out = block.new_zeros(rows, cols)
-    out[: block.shape[0], : block.shape[1]] = block
-    return out
+    out = np.zeros((rows, cols), np.uint8)
+    out[: block.shape[0], : block.shape[1]] = block.numpy()
+    return torch.from_numpy(out)
 
 
 def _entry(value: torch.Tensor, expert: int | None, half: int | None, experts: int) -> torch.Tensor:
