@@ -15,22 +15,26 @@ ALPHA = 0.01
 
 def fill(layer: torch.nn.Module, intake: Intake, dialect: Dialect) -> None:
     """Fill the parameters of a layer that no tensor came for."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     for half in ("w13", "w2"):
         weight = getattr(layer, f"{half}_{dialect.weight}").data
         # One expert's worth of random bytes for all: dummy runs measure time, not text.
-        weight.copy_(torch.randint(256, weight.shape[1:], dtype=torch.uint8, generator=generator))
+        weight.copy_(_random(*weight.shape[1:], generator=generator))
         getattr(layer, f"{half}_{dialect.global_scale}").data.fill_(ALPHA)
     for name, shard in (("csf_fixed13", "w1"), ("csf_fixed2", "w2")):
         rows, cols = intake.shape.local_plane(shard)
-        slabs = torch.randint(256, (rows // 16, 16 * (1 + cols // 2)), dtype=torch.uint8, generator=generator)
+        slabs = _random(rows // 16, 16 * (1 + cols // 2), generator=generator)
         slabs[:, :16] = BASE
         getattr(layer, name).data.copy_(slabs.view(-1))
     for shard in intake.shape.shards:
         intake.invent(shard, _exceptions(*intake.shape.local_plane(shard)))
 
 
+def _random(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8, device="cpu", generator=generator)
+
+
 def _exceptions(rows: int, cols: int) -> torch.Tensor:
     count = max(1, round(EXCEPTION_SHARE * rows * cols))
-    position = torch.arange(count, dtype=torch.int32) * (rows * cols // count)
+    position = torch.arange(count, dtype=torch.int32, device="cpu") * (rows * cols // count)
     return position | EXCEPTION << 24

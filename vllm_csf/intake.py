@@ -79,7 +79,7 @@ class Intake:
         self._forget()
 
     def _forget(self) -> None:
-        self._arrived: dict[tuple[int, str, str], int] = {}
+        self._arrived: set[tuple[int, str, str]] = set()
         self._streams: dict[Key, dict[str, torch.Tensor]] = {}
         self._held: dict[Key, Callable[[], Plane | None]] = {}
         self._exceptions: dict[Key, torch.Tensor] = {}
@@ -121,7 +121,7 @@ class Intake:
     def _arrive(self, key: Key, part: str, name: str) -> None:
         if (*key, part) in self._arrived:
             raise FormatError(f"{name}: came twice, expected once")
-        self._arrived[(*key, part)] = 1
+        self._arrived.add((*key, part))
 
     def _on_weight(self, param: torch.Tensor, loaded: torch.Tensor, name: str, key: Key) -> None:
         local, shard = key
@@ -186,29 +186,31 @@ class Intake:
         streams[part] = loaded
         if len(streams) == 2:
             del self._streams[key]
-            self._arrived[(*key, "scale")] = 1
+            self._arrived.add((*key, "scale"))
             scale = f"{name.rpartition('.')[0]}.weight_scale"
             self._offer(key, lambda: self._plane_of_streams(streams, scale, key[1]))
 
     def _offer(self, key: Key, plane: Callable[[], Plane | None]) -> None:
         """Place a plane now, or, while a reload keeps the resident tensors away, when it ends."""
         name = "csf_fixed2" if key[1] == "w2" else "csf_fixed13"
-        if getattr(self._layer(), name).is_meta:
+        if self._resident(name).is_meta:
             self._held[key] = plane
         else:
             self._place(key, plane())
 
+    def _resident(self, name: str) -> torch.Tensor:
+        return getattr(self._layer(), name).data
+
     def _place(self, key: Key, plane: Plane | None) -> None:
         """Keep a rank's part of a plane; None where the rank owns no channel of the expert."""
         local, shard = key
-        layer = self._layer()
         if shard == "w2":
-            target = layer.csf_fixed2.data[local]
+            target = self._resident("csf_fixed2")[local]
         else:
-            target = layer.csf_fixed13.data[local * self.shape.halves + (shard == "w3")]
+            target = self._resident("csf_fixed13")[local * self.shape.halves + (shard == "w3")]
         if plane is None:
             target.zero_()
-            self._exceptions[key] = torch.empty(0, dtype=torch.int32)
+            self._exceptions[key] = torch.empty(0, dtype=torch.int32, device="cpu")
             return
         plane = codec.pad_plane(plane, *self.shape.local_plane(shard))
         target.copy_(plane.fixed)
@@ -218,9 +220,9 @@ class Intake:
         if not self.shape.extent.count:
             return None
         rows, cols = self.shape.cut(shard, per=GROUP)
-        source = getattr(loaded, "source", None)
-        if hasattr(source, "plane"):
-            return source.plane((rows.start, rows.stop), (cols.start, cols.stop))
+        plane_of = getattr(getattr(loaded, "source", None), "plane", None)
+        if plane_of is not None:
+            return plane_of((rows.start, rows.stop), (cols.start, cols.stop))
         return codec.encode(loaded[rows, cols].contiguous().cpu(), name=name)
 
     def _plane_of_streams(self, streams: dict[str, torch.Tensor], name: str, shard: str) -> Plane | None:
@@ -236,7 +238,7 @@ class Intake:
         """Declare a projection of every expert arrived, for weights that are made up in place."""
         for local in range(self.shape.experts):
             self._exceptions[(local, shard)] = exceptions
-            self._arrived |= {(local, shard, part): 1 for part in REQUIRED}
+            self._arrived |= {(local, shard, part) for part in REQUIRED}
 
     def finish(
         self,
@@ -271,8 +273,8 @@ class Intake:
         shards = ("w2",) if half == "2" else self.shape.shards[:-1]
         keys = itertools.product(range(self.shape.experts), shards)
         words = [self._exceptions[key] for key in keys]
-        fixed = getattr(self._layer(), f"csf_fixed{half}").data
-        counts = torch.tensor([0, *(len(w) for w in words)])
+        fixed = self._resident(f"csf_fixed{half}")
+        counts = torch.tensor([0, *(len(w) for w in words)], device="cpu")
         rows, cols = self.shape.local_plane(shards[0])
         capacity, longest = self._room_for(half, int(counts.sum()), int(counts.max()), rows * cols)
         entries = torch.zeros(capacity, dtype=torch.int32, device=fixed.device)

@@ -19,9 +19,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 class MatrixSource(Protocol):
     """A matrix on disk."""
 
-    name: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def read(self, rows: slice, cols: slice) -> torch.Tensor:
         """The block as a contiguous tensor of `dtype` in host memory."""
@@ -56,14 +61,14 @@ class LazyTensor(torch.Tensor):
     def block(self) -> tuple[slice, slice] | None:
         """Rows and columns of the source that this view shows, in order; None for any other view."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _block(self.shape, self.stride(), self.storage_offset(), self.source.shape)
+            return _block(self.shape, self.stride(), int(self.storage_offset()), self.source.shape)
 
 
 def materialize(view: LazyTensor) -> torch.Tensor:
     """The numbers of a view, in host memory."""
     source = view.source
     with torch._C.DisableTorchFunctionSubclass():
-        shape, stride, offset = tuple(view.shape), view.stride(), view.storage_offset()
+        shape, stride, offset = tuple(view.shape), view.stride(), int(view.storage_offset())
         dtype = view.dtype
     block = _block(shape, stride, offset, source.shape)
     if block is not None:

@@ -47,6 +47,8 @@ class Port(torch.nn.Parameter):
     has no elements to count and wants its tensor once, so it keeps its own loader.
     """
 
+    _receive: Receive
+
     def __new__(cls, receive: Receive) -> Port:
         port = super().__new__(cls, torch.empty(0, dtype=torch.uint8), requires_grad=False)
         port._receive = receive
@@ -89,18 +91,23 @@ def register_parameters(
         ("w13", halves * size, H // 2, (E, halves)),
         ("w2", H, size // 2, (E,)),
     ):
-        weight = torch.nn.Parameter(torch.zeros(E, rows, cols, dtype=torch.uint8), requires_grad=False)
-        weight.weight_loader = intake.receiver("weight")
-        weight.weight_loader_numel = never_complete
+        weight = _loaded_by(intake.receiver("weight"), torch.zeros(E, rows, cols, dtype=torch.uint8))
+        vars(weight)["weight_loader_numel"] = never_complete
         layer.register_parameter(f"{half}_{dialect.weight}", weight)
-        alpha = torch.nn.Parameter(torch.ones(alphas, dtype=torch.float32), requires_grad=False)
-        alpha.weight_loader = intake.receiver("global_scale")
+        alpha = _loaded_by(intake.receiver("global_scale"), torch.ones(alphas, dtype=torch.float32))
         layer.register_parameter(f"{half}_{dialect.global_scale}", alpha)
         layer.register_parameter(f"{half}_{dialect.input_scale}", Port(intake.receiver("input_scale")))
         _register_scales(layer, intake, f"{half}_weight_scale", streams)
     for name, planes, length in intake.fixed_shapes():
         fixed = torch.zeros(planes, length, dtype=torch.uint8)
         layer.register_parameter(name, torch.nn.Parameter(fixed, requires_grad=False))
+
+
+def _loaded_by(receive: Receive, tensor: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter with the attribute that vLLM's models look for."""
+    parameter = torch.nn.Parameter(tensor, requires_grad=False)
+    vars(parameter)["weight_loader"] = receive
+    return parameter
 
 
 def _register_scales(layer: torch.nn.Module, intake: Intake, name: str, streams: bool) -> None:

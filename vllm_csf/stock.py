@@ -99,7 +99,8 @@ def stock_config(config: dict[str, Any]) -> Any:
 
     Raises ValueError for recipes that have no NVFP4 experts.
     """
-    inner = config.get("quantization") if isinstance(config.get("quantization"), dict) else config
+    nested = config.get("quantization")
+    inner = nested if isinstance(nested, dict) else config
     method = str(config.get("quant_method", "")).lower()
     algo = str(inner.get("quant_algo", "")).upper()
     if method == "compressed-tensors":

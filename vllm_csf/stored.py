@@ -57,15 +57,18 @@ class Stored:
     """
 
     def __init__(self, shards: Mapping[str, Path | None]) -> None:
-        self._shards = shards
         self._experts: dict[str, dict[str, str]] = defaultdict(dict)
         self._modules: dict[str, set[str]] = defaultdict(set)
+        self._shards: dict[str, Path | None] = {}
         for name in shards:
             if parsed := names.parse(name):
                 part = parsed.part
                 if part == names.OTHER and "scale" in name:
                     part = names.SCALE
-                self._experts[canonical(parsed.module)].setdefault(part, name)
+                known = self._experts[canonical(parsed.module)]
+                if part not in known:
+                    # One tensor of a kind stands for all: this object is sent to every worker.
+                    known[part], self._shards[name] = name, shards[name]
             else:
                 module, _, tail = name.rpartition(".")
                 self._modules[canonical(module)].add(tail)
