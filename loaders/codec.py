@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -146,29 +147,22 @@ def encode_batch(scale: torch.Tensor, spec: CodecSpec = NVFP4, name: str = "scal
     spec.check_shape(rows, cols, name)
     flat = source.reshape(planes * rows, cols)
     slabs = np.empty((planes * rows // SLAB_ROWS, spec.slab_bytes(cols)), np.uint8)
-    found = [_encode_rows(flat, part, slabs, spec) for part in _row_chunks(len(flat), cols)]
-    position = np.concatenate([p for p, _ in found]) if found else np.empty(0, np.int64)
-    value = np.concatenate([v for _, v in found]) if found else np.empty(0, np.uint8)
-    ends = np.searchsorted(position, np.arange(1, planes + 1) * (rows * cols))
-    starts = np.concatenate(([0], ends[:-1]))
+    pieces: list[list[np.ndarray]] = [[] for _ in range(planes)]
+    for part in _row_chunks(len(flat), cols):
+        for plane, entries in _encode_rows(flat, part, slabs, spec, rows):
+            pieces[plane].append(entries)
     fixed = slabs.reshape(planes, spec.fixed_bytes(rows, cols))
     return [
         # Copies: a plane must not keep the whole batch alive.
-        _plane(
-            spec,
-            rows,
-            cols,
-            fixed[i].copy() if planes > 1 else fixed[i],
-            _entries(position[a:b] - i * rows * cols, value[a:b]),
-        )
-        for i, (a, b) in enumerate(zip(starts, ends, strict=True))
+        _plane(spec, rows, cols, fixed[i].copy() if planes > 1 else fixed[i], np.concatenate(pieces[i]))
+        for i in range(planes)
     ]
 
 
 def _encode_rows(
-    flat: np.ndarray, part: slice, slabs: np.ndarray, spec: CodecSpec
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fill the slabs of some rows; return the exceptions' positions in `flat` and their bytes."""
+    flat: np.ndarray, part: slice, slabs: np.ndarray, spec: CodecSpec, plane_rows: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Fill the slabs of some rows; yield their exceptions by plane, for every plane that they touch."""
     rows = flat[part]
     base = lowest_best_bases(rows, spec.window)
     code = rows - base[:, None]  # wraps below the base, which lands outside the window
@@ -178,7 +172,12 @@ def _encode_rows(
     slab = slabs[part.start // SLAB_ROWS : part.stop // SLAB_ROWS]
     slab[:, :SLAB_ROWS] = base.reshape(-1, SLAB_ROWS)
     slab[:, SLAB_ROWS:] = _pack(code, spec).reshape(len(slab), -1)
-    return position + part.start * flat.shape[1], rows.reshape(-1)[position]
+    value = rows.reshape(-1)[position]
+    size, start = plane_rows * flat.shape[1], part.start * flat.shape[1]
+    first, last = part.start // plane_rows, (part.stop - 1) // plane_rows
+    cuts = np.searchsorted(position, np.arange(first + 1, last + 1) * size - start).tolist()
+    for plane, (a, b) in enumerate(pairwise([0, *cuts, len(position)]), first):
+        yield plane, _entries(position[a:b] + (start - plane * size), value[a:b])
 
 
 # ---- decode --------------------------------------------------------------------------------------
@@ -406,7 +405,7 @@ def pad_plane(plane: Plane, rows: int, cols: int, name: str = "padded plane") ->
     codes[:, plane.cols :] = (old[:, :SLAB_ROWS] == 0x7F).reshape(-1, 1)
     kept[:, SLAB_ROWS:] = _pack(codes, spec).reshape(len(old), -1)
     position, value = _split(plane.exceptions)
-    row, col = np.divmod(position.astype(np.int64), plane.cols)
+    row, col = np.divmod(position, plane.cols)
     return _plane(spec, rows, cols, slabs.reshape(-1), _entries(row * cols + col, value))
 
 
@@ -439,9 +438,11 @@ def _entries(position: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def _split(exceptions: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (uint32) and bytes (uint8) of an exception stream."""
-    entries = exceptions.numpy()
-    return entries & _POSITION_MASK, (entries >> np.uint32(POSITION_BITS)).astype(np.uint8)
+    """Positions (intp) and bytes (uint8) of an exception stream."""
+    entries = exceptions.numpy().astype("<u4", copy=False)
+    # Signed before it is widened, which is the faster cast; the byte is the last of the four.
+    position = (entries & _POSITION_MASK).view(np.int32).astype(np.intp)
+    return position, np.ascontiguousarray(entries.view(np.uint8)[POSITION_BITS // 8 :: 4])
 
 
 def _pack(code: np.ndarray, spec: CodecSpec) -> np.ndarray:
