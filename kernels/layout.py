@@ -27,7 +27,7 @@ record name the lane that uses the scale. Each lane takes its own records in the
 `depth` counts them within the slice.
 
 Slice entries. count << 24 | first record, relative to the expert's `starts`. A slice holds at most
-`MAX_RECORDS` records, `MAX_DEPTH` of one lane; one with more exceptions is dense: `DENSE_FLAG | first
+`MAX_RECORDS` records, `max_depth` of one lane; one with more exceptions is dense: `DENSE_FLAG | first
 slot`, and each of its tiles has one slot in `dense`, which completes the 4-bit codes to whole bytes.
 """
 
@@ -46,7 +46,7 @@ CODE_BYTES = TILE_SCALES // 2
 LOWEST_CODED, HIGHEST_CODED = 8, 126
 HIGHEST_BASE = HIGHEST_CODED - 15
 MAX_RECORDS = 64
-MAX_DEPTH = 6
+MAX_DEPTH, MAX_DEPTH_NATIVE = 5, 2
 MAX_SLICE_TILES = 62
 ROW_FLAG = 0x80
 DENSE_SHARE = 16  # a slice is dense when more than one byte in so many is an exception
@@ -89,6 +89,11 @@ class Shape:
             raise ValueError(f"rows {self.rows} and k {self.k} must be multiples of {TILE_ROWS} and {TILE_K}")
         if self.slice_tiles > MAX_SLICE_TILES:
             raise ValueError(f"k is {self.k}; at most {8 * MAX_SLICE_TILES * TILE_K} columns can be prepared")
+
+    @property
+    def max_depth(self) -> int:
+        """Most exception records of one lane in one slice."""
+        return MAX_DEPTH_NATIVE if self.native else MAX_DEPTH
 
     @property
     def row_blocks(self) -> int:
@@ -252,7 +257,7 @@ def _slice_exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape
     padded = torch.nn.functional.pad(tile_count, (0, s.slices * s.slice_tiles - s.k_tiles))
     count = padded.view(e, s.row_blocks, s.slices, s.slice_tiles).sum(-1, dtype=torch.int32)
     limit = min(MAX_RECORDS, s.slice_tiles * TILE_SCALES // DENSE_SHARE)
-    dense = (count > limit) | (_lane_counts(exception, s).amax(-1) > MAX_DEPTH)
+    dense = (count > limit) | (_lane_counts(exception, s).amax(-1) > s.max_depth)
     tiles_in = (s.k_tiles - torch.arange(s.slices, device=device) * s.slice_tiles).clamp(0, s.slice_tiles)
     records = torch.where(dense, 0, count).view(e, -1).to(torch.int64)
     slots = (dense * tiles_in).view(e, -1).to(torch.int64)

@@ -192,6 +192,39 @@ def lds128(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def lds64(address, *, loc=None, ip=None):
+    r = _asm(
+        _struct(T.i32(), 2),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        "ld.shared.v2.b32 {$0,$1}, [$2];",
+        "=r,=r,r",
+        True,
+        loc,
+        ip,
+    )
+    return _words(r, 2, loc, ip)
+
+
+@dsl_user_op
+def sts_target(address, target, weight, *, loc=None, ip=None):
+    """A global address and a factor, 16 bytes of shared memory together."""
+    operands = [
+        Int32(address).ir_value(loc=loc, ip=ip),
+        Int64(target).ir_value(loc=loc, ip=ip),
+        Float32(weight).ir_value(loc=loc, ip=ip),
+    ]
+    _asm(None, operands, "st.shared.b64 [$0], $1;\n st.shared.f32 [$0+8], $2;", "r,l,f", True, loc, ip)
+
+
+@dsl_user_op
+def lds_target(address, *, loc=None, ip=None):
+    """What `sts_target` stored."""
+    operand = Int32(address).ir_value(loc=loc, ip=ip)
+    target = Int64(_asm(T.i64(), [operand], "ld.shared.b64 $0, [$1];", "=l,r", True, loc, ip))
+    return target, Float32(_asm(T.f32(), [operand], "ld.shared.f32 $0, [$1+8];", "=f,r", True, loc, ip))
+
+
+@dsl_user_op
 def lds_f32x4(address, *, loc=None, ip=None):
     r = _asm(
         _struct(T.f32(), 4),
@@ -390,13 +423,6 @@ def find_first_set(value, *, loc=None, ip=None):
     """Index of the lowest set bit; `value` must not be zero."""
     text = "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }"
     return Uint32(_asm(T.i32(), [_u(value, loc, ip)], text, "=r,r", False, loc, ip))
-
-
-@dsl_user_op
-def reduce_or(value, *, loc=None, ip=None):
-    """The OR of a word over all lanes of a converged warp."""
-    text = "redux.sync.or.b32 $0, $1, 0xffffffff;"
-    return Uint32(_asm(T.i32(), [_u(value, loc, ip)], text, "=r,r", True, loc, ip))
 
 
 @dsl_user_op

@@ -14,8 +14,7 @@ from .. import layout, ptx
 PAIR_MASK = 0x81C081C0
 BIAS = 0x7780
 BIAS2 = 0x77807780
-EMPTY = 0xFFFFFFFF  # a record of tile 63, which no slice has
-QUEUE_BYTES = 4 * layout.MAX_DEPTH
+EMPTY = 0xFFFFFFFF  # sorts behind the records of all tiles
 
 
 class Dequant:
@@ -24,11 +23,15 @@ class Dequant:
     def __init__(self, native: bool, fma: bool):
         self.native = native
         self.fma = fma
+        self.depth = layout.MAX_DEPTH_NATIVE if native else layout.MAX_DEPTH
+        self.queue_bytes = 4 * self.depth  # of one lane
 
     @cute.jit
-    def record(self, raw: Uint32):
-        """A record's byte (bits 16 .. 23) to its scale pattern (bits 16 .. 31)."""
-        return (raw & Uint32(0xFFFF)) | (self.any_scales((raw >> Uint32(12)) & Uint32(0x0FF0)) << Uint32(16))
+    def queue_word(self, position: Uint32, byte: Uint32):
+        """A record as it waits in its lane's queue: tile, place, scale pattern."""
+        pattern = self.any_scales(byte << Uint32(4))
+        place = (position << Uint32(19)) & Uint32(0xFF000000)  # tile << 26, fragment << 25, half << 24
+        return place | pattern
 
     @cute.jit
     def base_pairs(self, word: Uint32):
@@ -86,48 +89,55 @@ class Dequant:
         return value | ((bits & Uint32(0x08000800)) << Uint32(4))
 
     @cute.jit
-    def queue_records(self, raw: tuple, count: Int32, table: Int32, lane: Int32):
+    def queue_records(
+        self, found: cute.Tensor, block: cutlass.Constexpr, count: Int32, table: Int32, lane: Int32
+    ):
         """Hands the slice's records, spread over the lanes, to the lanes that use them.
 
-        `table`: 32 queues of `MAX_DEPTH` words in the warp's shared memory. Returns the first record of
+        `table`: 32 queues of `depth` words in the warp's shared memory. Returns the first record of
         this lane and the address behind it.
         """
-        mine = table + lane * QUEUE_BYTES
-        found = Uint32(EMPTY)
+        mine = table + lane * self.queue_bytes
+        head = Uint32(EMPTY)
         if count > 0:
             cute.arch.sync_warp()
-            for d in cutlass.range_constexpr(layout.MAX_DEPTH):
+            for d in cutlass.range_constexpr(self.depth):
                 ptx.sts32(mine + d * 4, Uint32(EMPTY))
             cute.arch.sync_warp()
-            for r in cutlass.range_constexpr(len(raw)):
-                if lane + 32 * r < count:
-                    owner = Int32(raw[r] & Uint32(31))
-                    depth = Int32((raw[r] >> Uint32(13)) & Uint32(7))
-                    ptx.sts32(table + owner * QUEUE_BYTES + depth * 4, self.record(raw[r]))
+            if lane < count:
+                self.enqueue(found[0, 0, block], found[1, 0, block], table)
+            if count > 32:
+                if lane + 32 < count:
+                    self.enqueue(found[0, 1, block], found[1, 1, block], table)
             cute.arch.sync_warp()
-            found = ptx.lds32(mine)
-        return found, mine + 4
+            head = ptx.lds32(mine)
+        return head, mine + 4
 
     @cute.jit
-    def patch(self, sv0: Uint32, sv1: Uint32, record: Uint32, queue: Int32, queue_end: Int32, tile: Int32):
-        """Replaces the scales of this tile that are exceptions; each lane takes its own records in turn."""
-        due = Int32((record >> Uint32(7)) & Uint32(63)) == tile
+    def enqueue(self, position: Uint32, byte: Uint32, table: Int32):
+        owner = Int32(position & Uint32(31))
+        depth = Int32(position >> Uint32(13))
+        ptx.sts32(table + owner * self.queue_bytes + depth * 4, self.queue_word(position, byte))
+
+    @cute.jit
+    def patch(self, sv0: Uint32, sv1: Uint32, record: Uint32, queue: Int32, queue_end: Int32, bound: Uint32):
+        """Replaces scales that are exceptions; each lane takes its own records below `bound` in turn."""
+        due = record < bound
         more = cute.arch.vote_any_sync(due)
         while more:
             if due:
-                value = record >> Uint32(16)
                 selector = Uint32(0x3254)
-                if (record & Uint32(32)) != 0:
+                if (record & Uint32(1 << 24)) != 0:
                     selector = Uint32(0x5410)
-                if (record & Uint32(64)) != 0:
-                    sv1 = ptx.prmt(sv1, value, selector)
+                if (record & Uint32(1 << 25)) != 0:
+                    sv1 = ptx.prmt(sv1, record, selector)
                 else:
-                    sv0 = ptx.prmt(sv0, value, selector)
+                    sv0 = ptx.prmt(sv0, record, selector)
                 record = Uint32(EMPTY)
                 if queue < queue_end:
                     record = ptx.lds32(queue)
                 queue += 4
-            due = Int32((record >> Uint32(7)) & Uint32(63)) == tile
+            due = record < bound
             more = cute.arch.vote_any_sync(due)
         return sv0, sv1, record, queue
 
