@@ -6,12 +6,12 @@ along K, then along R, then over experts:
 
     tiles   uint8  [E, RB, KT, 1024 + 64]    FP4 weights in MMA fragment order, then the scale codes
     bases   uint8  [E, RB, 8, 4]             the row bases of the block, by lane quad: base | 0x80, or 0
-    slices  int32  [E, RB, S]                exceptions of each K slice: see `Slice entries`
-    starts  int64  [E, 2]                    first exception record and first dense slot of the expert
-    positions uint16 [n], bytes uint8 [n]    exception records: depth << 13 | tile << 7 | scale in the tile
+    slices  int32  [E, RB, S, 2]             exceptions of each K slice: see `Slices`
+    starts  int64  [E, 2]                    first word of `records` and first slot of `dense` of the expert
+    records uint16 [n]                       exceptions
     dense   uint8  [m, 64]                   the upper nibbles of tiles that are kept uncompressed
 
-RB = R / 32, KT = K / 64, S = the number of warps that share a row block (`split_k`).
+RB = R / 32, KT = K / 64, S = ceil(KT / 16).
 
 Fragment order. Lane l of a warp owns rows `l // 4` and `l // 4 + 8` of each 16-row fragment and the 16
 columns `16 * (l % 4)` onwards: one scale group per row. Word s of its 16 bytes holds columns 4s .. 4s+3
@@ -19,16 +19,17 @@ of both rows, with the nibble bits placed so that each bf16 pair comes out by on
 
 Codes. The 16-bit word of a lane holds four codes: rows l//4 (fragments 0 and 1), then rows l//4 + 8.
 A scale is `base + code`. Only normal positive E4M3 bytes (8 .. 126) are coded, because for these the
-bf16 pattern is `(byte << 4) + constant`; every other byte is an exception record, and a row of zeros
-has the base 0. The native form keeps the byte itself in place of the code (128 bytes a tile, no bases).
+bf16 pattern is `(byte << 4) + constant`; every other byte is an exception, and a row of zeros has the
+base 0. The native form keeps the byte itself in place of the code (128 bytes a tile, no bases).
 
-Exceptions. The scales of a tile are numbered fragment, half, lane (64, 32, 1); the low five bits of a
-record name the lane that uses the scale. Each lane takes its own records in the order of the tiles, and
-`depth` counts them within the slice.
-
-Slice entries. count << 24 | first record, relative to the expert's `starts`. A slice holds at most
-`MAX_RECORDS` records, `max_depth` of one lane; one with more exceptions is dense: `DENSE_FLAG | first
-slot`, and each of its tiles has one slot in `dense`, which completes the 4-bit codes to whole bytes.
+Slices. A slice is 16 tiles of a row block. Each of its exceptions belongs to the lane that uses the
+scale, and a lane meets its own in the order of the tiles. Word 0 of a slice is the mask of the lanes that
+have one. Word 1 is `further << 24 | first word`, relative to the expert's `starts`: there lie the first
+exceptions of these lanes in the order of the lanes, one word each (`place << 8 | byte`, place = tile in
+the slice << 2 | fragment << 1 | half), padded to an even count, then the `further` ones, two words each
+(`depth << 5 | lane`, then as before), depth 0 being a lane's second. A slice with too many is dense: word 1 is
+`DENSE_FLAG | first slot`, and each of its tiles has a slot in `dense`, which completes the 4-bit codes to
+whole bytes.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ TILE_SCALES = TILE_ROWS * TILE_K // GROUP
 CODE_BYTES = TILE_SCALES // 2
 LOWEST_CODED, HIGHEST_CODED = 8, 126
 HIGHEST_BASE = HIGHEST_CODED - 15
-MAX_RECORDS = 64
-MAX_DEPTH, MAX_DEPTH_NATIVE = 5, 2
-MAX_SLICE_TILES = 62
+SLICE_TILES = 16
+MAX_FURTHER, MAX_DEPTH = 64, 4  # exceptions behind the lanes' first ones: of a slice, of one lane
 ROW_FLAG = 0x80
 DENSE_SHARE = 16  # a slice is dense when more than one byte in so many is an exception
 DENSE_FLAG = 1 << 31
@@ -66,14 +66,6 @@ _NIBBLE_BITS = (
 )
 
 
-def split_k(k_tiles: int) -> int:
-    """Warps (1, 2, 4 or 8) that share one row block, each with at least four tiles along K."""
-    for warps in (8, 4, 2):
-        if -(-k_tiles // warps) >= 4:
-            return warps
-    return 1
-
-
 @dataclass(frozen=True)
 class Shape:
     """Sizes of one prepared stack, padding included. `gated`: rows are gate and up channels."""
@@ -87,13 +79,6 @@ class Shape:
     def __post_init__(self) -> None:
         if self.rows % TILE_ROWS or self.k % TILE_K:
             raise ValueError(f"rows {self.rows} and k {self.k} must be multiples of {TILE_ROWS} and {TILE_K}")
-        if self.slice_tiles > MAX_SLICE_TILES:
-            raise ValueError(f"k is {self.k}; at most {8 * MAX_SLICE_TILES * TILE_K} columns can be prepared")
-
-    @property
-    def max_depth(self) -> int:
-        """Most exception records of one lane in one slice."""
-        return MAX_DEPTH_NATIVE if self.native else MAX_DEPTH
 
     @property
     def row_blocks(self) -> int:
@@ -105,11 +90,7 @@ class Shape:
 
     @property
     def slices(self) -> int:
-        return split_k(self.k_tiles)
-
-    @property
-    def slice_tiles(self) -> int:
-        return -(-self.k_tiles // self.slices)
+        return -(-self.k_tiles // SLICE_TILES)
 
     @property
     def tile_bytes(self) -> int:
@@ -133,8 +114,7 @@ class PreparedMatrix:
     bases: torch.Tensor
     slices: torch.Tensor
     starts: torch.Tensor
-    positions: torch.Tensor
-    bytes: torch.Tensor
+    records: torch.Tensor
     dense: torch.Tensor
 
     @property
@@ -145,7 +125,7 @@ class PreparedMatrix:
         return total - s.experts * s.row_blocks * s.k_tiles * WEIGHT_BYTES
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.tiles, self.bases, self.slices, self.starts, self.positions, self.bytes, self.dense)
+        return (self.tiles, self.bases, self.slices, self.starts, self.records, self.dense)
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int, halves: int = 1) -> torch.Tensor:
@@ -240,55 +220,76 @@ def choose_bases(scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Exception bookkeeping of one stack: counts and density per slice, in slice order."""
+    """What `PreparedMatrix` says of exceptions, and which tiles [E, RB, KT] belong to a dense slice."""
 
-    entries: torch.Tensor
+    slices: torch.Tensor
     starts: torch.Tensor
-    positions: torch.Tensor
-    bytes: torch.Tensor
+    records: torch.Tensor
     dense_tile: torch.Tensor
 
 
-def _slice_exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape) -> _Slices:
+def _exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape) -> _Slices:
     """`exception`, `scale`: bool and uint8 in tile order [E, RB, KT, 2, 2, 8, 4]."""
     e, s, device = exception.shape[0], shape, exception.device
-    per_tile = exception.view(e, s.row_blocks, s.k_tiles, TILE_SCALES)
-    tile_count = per_tile.sum(-1, dtype=torch.int32)
-    padded = torch.nn.functional.pad(tile_count, (0, s.slices * s.slice_tiles - s.k_tiles))
-    count = padded.view(e, s.row_blocks, s.slices, s.slice_tiles).sum(-1, dtype=torch.int32)
-    limit = min(MAX_RECORDS, s.slice_tiles * TILE_SCALES // DENSE_SHARE)
-    dense = (count > limit) | (_lane_counts(exception, s).amax(-1) > s.max_depth)
-    tiles_in = (s.k_tiles - torch.arange(s.slices, device=device) * s.slice_tiles).clamp(0, s.slice_tiles)
-    records = torch.where(dense, 0, count).view(e, -1).to(torch.int64)
-    slots = (dense * tiles_in).view(e, -1).to(torch.int64)
-    first_record, first_slot = records.cumsum(1) - records, slots.cumsum(1) - slots
-    totals = torch.stack((records.sum(1), slots.sum(1)), dim=1)
-    entry = torch.where(
-        dense.view(e, -1), first_slot - DENSE_FLAG, (records << 24) | first_record
-    ).to(torch.int32)
-    slice_of_tile = torch.arange(s.k_tiles, device=device) // s.slice_tiles
-    dense_tile = dense[:, :, slice_of_tile]
-    kept = per_tile & ~dense_tile[..., None]
-    where = kept.reshape(-1).nonzero().squeeze(1)
-    tile = (where // TILE_SCALES) % s.k_tiles
-    slice_index = where // (TILE_SCALES * s.k_tiles) * s.slices + tile // s.slice_tiles
-    depth = _ranks(slice_index * 32 + where % 32)
-    position = depth << 13 | (tile % s.slice_tiles) * TILE_SCALES | where % TILE_SCALES
+    lanes = _lane_counts(exception, s)
+    first, further = (lanes > 0).sum(-1), (lanes - 1).clamp(min=0).sum(-1)
+    padded = first + (first & 1)
+    limit = SLICE_TILES * TILE_SCALES // DENSE_SHARE
+    dense = (first + further > limit) | (further > MAX_FURTHER) | (lanes.amax(-1) > 1 + MAX_DEPTH)
+    words = torch.where(dense, 0, padded + 2 * further).view(e, -1)
+    tiles_in = (s.k_tiles - torch.arange(s.slices, device=device) * SLICE_TILES).clamp(max=SLICE_TILES)
+    slots = (dense * tiles_in).view(e, -1)
+    word0, slot0 = (x.cumsum(1) - x for x in (words, slots))
+    totals = torch.stack((words.sum(1), slots.sum(1)), dim=1)
+    starts = totals.cumsum(0) - totals
+    mask = ((lanes > 0).to(torch.int64) << torch.arange(32, device=device)).sum(-1)
+    entry = torch.where(dense.view(e, -1), slot0 - DENSE_FLAG, further.view(e, -1) << 24 | word0)
+    pair = torch.stack((torch.where(dense, 0, mask), entry.view_as(mask)), dim=-1)
+    dense_tile = dense.repeat_interleave(SLICE_TILES, dim=2)[:, :, : s.k_tiles]
+    base = (starts[:, :1] + word0).view(-1)
     return _Slices(
-        entries=entry.view(e, s.row_blocks, s.slices),
-        starts=totals.cumsum(0) - totals,
-        positions=position.to(torch.int16).view(torch.uint16),
-        bytes=scale.reshape(-1)[where],
+        slices=_as_int32(pair),
+        starts=starts,
+        records=_records(exception, scale, dense_tile, base, padded.view(-1), int(totals[:, 0].sum())),
         dense_tile=dense_tile,
     )
 
 
+def _records(
+    exception: torch.Tensor, scale: torch.Tensor, dense_tile: torch.Tensor, base: torch.Tensor, padded: torch.Tensor, total: int
+) -> torch.Tensor:
+    """The record words uint16 [total]; `base`, `padded`: first word and words of first exceptions of each slice."""
+    k_tiles = exception.shape[2]
+    slices = -(-k_tiles // SLICE_TILES)
+    kept = exception.flatten(3) & ~dense_tile[..., None]
+    where = kept.reshape(-1).nonzero().squeeze(1)
+    tile = where // TILE_SCALES % k_tiles
+    inside = where % TILE_SCALES  # fragment, half, lane
+    owner = where // (TILE_SCALES * k_tiles) * slices + tile // SLICE_TILES
+    lane = inside % 32
+    rank = _ranks(owner * 32 + lane)
+    is_first = rank == 0
+    word = (tile % SLICE_TILES << 2 | inside >> 5) << 8 | scale.reshape(-1)[where]
+    out = torch.zeros(total, dtype=torch.int64, device=exception.device)
+    ordered = torch.sort(owner[is_first] * 32 + lane[is_first])
+    out[base[ordered.values // 32] + _ranks(ordered.values // 32)] = word[is_first][ordered.indices]
+    at = (base + padded)[owner[~is_first]] + 2 * _ranks(owner[~is_first])
+    out[at] = (rank[~is_first] - 1) << 5 | lane[~is_first]
+    out[at + 1] = word[~is_first]
+    return out.to(torch.int16).view(torch.uint16)
+
+
+def _as_int32(values: torch.Tensor) -> torch.Tensor:
+    """int64 values of 32 bits, signed or not, to int32."""
+    return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
+
+
 def _lane_counts(exception: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Exceptions of each lane in each slice: int32 [E, RB, S, 32]."""
+    """Exceptions of each lane in each slice: int64 [E, RB, S, 32]."""
     s = shape
-    lanes = exception.reshape(-1, s.row_blocks, s.k_tiles, 4, 32).sum(3, dtype=torch.int32)
-    padded = torch.nn.functional.pad(lanes, (0, 0, 0, s.slices * s.slice_tiles - s.k_tiles))
-    return padded.view(-1, s.row_blocks, s.slices, s.slice_tiles, 32).sum(3, dtype=torch.int32)
+    lanes = exception.reshape(-1, s.row_blocks, s.k_tiles, 4, 32).sum(3)
+    padded = torch.nn.functional.pad(lanes, (0, 0, 0, s.slices * SLICE_TILES - s.k_tiles))
+    return padded.view(-1, s.row_blocks, s.slices, SLICE_TILES, 32).sum(3)
 
 
 def _ranks(keys: torch.Tensor) -> torch.Tensor:
@@ -332,7 +333,7 @@ def pack(weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.T
     base = bases.index_select(1, s.row_order().to(scale.device)).view(s.experts, s.row_blocks, 2, 2, 8)
     coded = torch.full_like(base, 0) if s.native else base
     code, exception = _code(tiled, coded[:, :, None, :, :, :, None], s.native)
-    found = _slice_exceptions(exception, tiled, s)
+    found = _exceptions(exception, tiled, s)
     dense = tiled.new_empty(0, CODE_BYTES)
     if s.native:
         code = torch.where(found.dense_tile[..., None, None, None, None], tiled, code)
@@ -349,10 +350,9 @@ def pack(weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.T
         shape=s,
         tiles=tiles,
         bases=by_quad[:0].contiguous() if s.native else by_quad.contiguous(),
-        slices=found.entries.contiguous(),
+        slices=found.slices.contiguous(),
         starts=found.starts.contiguous(),
-        positions=found.positions,
-        bytes=found.bytes,
+        records=found.records,
         dense=dense,
     )
 
@@ -372,9 +372,7 @@ def unpack_scales(m: PreparedMatrix) -> torch.Tensor:
     """The scale bytes uint8 [E, R, K/16] of a prepared stack."""
     s = m.shape
     words = m.tiles[..., WEIGHT_BYTES:]
-    entry = m.slices.to(torch.int64)
-    slice_of_tile = torch.arange(s.k_tiles, device=words.device) // s.slice_tiles
-    dense_tile = (entry < 0)[:, :, slice_of_tile]
+    dense_tile = (m.slices[..., 1] < 0).repeat_interleave(SLICE_TILES, dim=2)[:, :, : s.k_tiles]
     if s.native:
         tiled = words.reshape(*dense_tile.shape, 8, 4, 2, 2).permute(0, 1, 2, 6, 5, 3, 4).contiguous()
     else:
@@ -382,13 +380,28 @@ def unpack_scales(m: PreparedMatrix) -> torch.Tensor:
         code = _split_codes(words)
         tiled = code + base[:, :, None, :, :, :, None]
         tiled[dense_tile] = code[dense_tile] | _split_codes(m.dense) << 4
-    count = torch.where(entry < 0, 0, entry >> 24).view(-1)
-    owner = torch.repeat_interleave(torch.arange(count.numel(), device=words.device), count)
-    position = m.positions.to(torch.int64) & 0x1FFF
-    tile = owner % s.slices * s.slice_tiles + position // TILE_SCALES
-    flat = (owner // s.slices * s.k_tiles + tile) * TILE_SCALES + position % TILE_SCALES
-    tiled.view(-1)[flat] = m.bytes
+    owner, lane, word = _read_records(m)
+    tile = owner % s.slices * SLICE_TILES + (word >> 10)
+    place = (word >> 8 & 3) * 32 + lane
+    tiled.view(-1)[(owner // s.slices * s.k_tiles + tile) * TILE_SCALES + place] = (word & 255).to(torch.uint8)
     return _from_tile_order(tiled, s)
+
+
+def _read_records(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slice, lane and word of every exception: int64 [n] each."""
+    device = m.slices.device
+    entry = m.slices.view(m.shape.experts, -1, 2).to(torch.int64)
+    mask, info = entry[..., 0], entry[..., 1]
+    base = (m.starts[:, :1] + (info & 0xFFFFFF)).view(-1)
+    records = m.records.to(torch.int64)
+    bits = (mask.view(-1)[:, None] >> torch.arange(32, device=device) & 1).to(torch.bool)
+    owner, lane = bits.nonzero(as_tuple=True)
+    first = bits.sum(1)
+    further = torch.where(info < 0, 0, info >> 24).view(-1)
+    deep = torch.repeat_interleave(torch.arange(further.numel(), device=device), further)
+    at = (base + first + (first & 1))[deep] + 2 * _ranks(deep)
+    words = torch.cat((records[base[owner] + _ranks(owner)], records[at + 1]))
+    return torch.cat((owner, deep)), torch.cat((lane, records[at] & 31)), words
 
 
 def unpack(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,6 +109,32 @@ def ldg_f32x4(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def ldg_f32x4_uncached(address, *, loc=None, ip=None):
+    """As `ldg_f32x4`, past L1: for what another SM wrote during this launch."""
+    r = _asm(
+        _struct(T.f32(), 4),
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];",
+        "=f,=f,=f,=f,l",
+        True,
+        loc,
+        ip,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), r, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+acquire32 = _scalar_load("ld.acquire.gpu.global.b32 $0, [$1];")
+
+
+@dsl_user_op
+def release32(address, value, *, loc=None, ip=None):
+    """Stores a word that publishes everything the warp wrote before (after a `sync_warp`)."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), _u(value, loc, ip)]
+    text = "fence.acq_rel.gpu;\n st.release.gpu.global.b32 [$0], $1;"
+    _asm(None, operands, text, "l,r", True, loc, ip)
+
+
+@dsl_user_op
 def stg32(address, value, *, loc=None, ip=None):
     _asm(
         None,

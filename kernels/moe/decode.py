@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
 from .combine import Combine, CombineConfig
-from .expert_gemm import ExpertGemm, GemmConfig
+from .expert_gemm import WARPS, ExpertGemm, GemmConfig
 from .route import Route, RouteConfig
 
 
@@ -20,7 +20,7 @@ from .route import Route, RouteConfig
 class DecodeConfig:
     """Everything that one compiled program depends on; sizes not listed here are run-time values.
 
-    `split_up`, `split_down`: warps that share a row block (`layout.split_k` of the two K sizes).
+    `split_up`, `split_down`: how the two GEMMs share out their items, see `expert_gemm`.
     `capacity`: upper bound of local experts, a multiple of 1024. `n_tiles`: work tiles hold 8 times as
     many tokens.
     """
@@ -85,16 +85,14 @@ class Decode:
         bases13: Int64,
         slices13: Int64,
         starts13: Int64,
-        positions13: Int64,
-        values13: Int64,
+        records13: Int64,
         dense13: Int64,
         alpha13: Int64,
         tiles2: Int64,
         bases2: Int64,
         slices2: Int64,
         starts2: Int64,
-        positions2: Int64,
-        values2: Int64,
+        records2: Int64,
         dense2: Int64,
         alpha2: Int64,
         entries: Int64,
@@ -102,21 +100,24 @@ class Decode:
         slots: Int64,
         h: Int64,
         y: Int64,
+        partials: Int64,
+        flags: Int64,
         ctas: Int32,
         stream: cuda.CUstream,
     ):
         """x: bf16 [tokens, hidden]; ids [tokens, topk]; router FP32 [tokens, topk]; the rest are addresses."""
         x_address = x.iterator.toint()
         self.route.launch(
-            ids, tokens * self.topk, expert_map, global_experts, experts, entries, pairs, slots, stream
+            ids, tokens * self.topk, expert_map, global_experts, experts, entries, pairs, slots, flags, ctas * (2 * WARPS), stream
         )
         self.up.launch(
-            x_address, hidden, tiles13, bases13, slices13, starts13, positions13, values13, dense13, alpha13,
-            entries, pairs, router, h, inner, inner // 16, hidden // 64, Int32(self.topk), ctas, stream,
+            x_address, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13,
+            entries, pairs, router, h, inner, partials, flags, inner // 16, hidden // 64, Int32(self.topk), ctas, stream,
         )  # fmt: skip
         self.down.launch(
-            h, inner, tiles2, bases2, slices2, starts2, positions2, values2, dense2, alpha2,
-            entries, pairs, router, y, hidden, hidden // 32, inner // 64, Int32(self.topk), ctas, stream,
+            h, inner, tiles2, bases2, slices2, starts2, records2, dense2, alpha2,
+            entries, pairs, router, y, hidden, partials, flags + Int64(ctas) * (4 * WARPS), hidden // 32, inner // 64,
+            Int32(self.topk), ctas, stream,
         )  # fmt: skip
         self.combine.launch(y, slots, out, tokens, hidden, stream)
 

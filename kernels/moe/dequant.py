@@ -7,14 +7,14 @@ A scale is carried as the bf16 pattern of the scale times 2^119: for the E4M3 by
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from .. import layout, ptx
 
 PAIR_MASK = 0x81C081C0
-BIAS = 0x7780
 BIAS2 = 0x77807780
-EMPTY = 0xFFFFFFFF  # sorts behind the records of all tiles
+EMPTY = 0xFFFFFFFF  # sorts behind the exceptions of all tiles
+QUEUE_BYTES = 4 * layout.MAX_DEPTH  # of one lane
 
 
 class Dequant:
@@ -23,15 +23,8 @@ class Dequant:
     def __init__(self, native: bool, fma: bool):
         self.native = native
         self.fma = fma
-        self.depth = layout.MAX_DEPTH_NATIVE if native else layout.MAX_DEPTH
-        self.queue_bytes = 4 * self.depth  # of one lane
 
-    @cute.jit
-    def queue_word(self, position: Uint32, byte: Uint32):
-        """A record as it waits in its lane's queue: tile, place, scale pattern."""
-        pattern = self.any_scales(byte << Uint32(4))
-        place = (position << Uint32(19)) & Uint32(0xFF000000)  # tile << 26, fragment << 25, half << 24
-        return place | pattern
+    # ---- scales ----------------------------------------------------------------------------------
 
     @cute.jit
     def base_pairs(self, word: Uint32):
@@ -88,58 +81,84 @@ class Dequant:
             value = (value & Uint32(0x0000FFFF)) | Uint32(0x7FC00000)
         return value | ((bits & Uint32(0x08000800)) << Uint32(4))
 
-    @cute.jit
-    def queue_records(
-        self, found: cute.Tensor, block: cutlass.Constexpr, count: Int32, table: Int32, lane: Int32
-    ):
-        """Hands the slice's records, spread over the lanes, to the lanes that use them.
+    # ---- exceptions ------------------------------------------------------------------------------
 
-        `table`: 32 queues of `depth` words in the warp's shared memory. Returns the first record of
-        this lane and the address behind it.
+    @cute.jit
+    def queue_word(self, word: Uint32):
+        """An exception as it waits: tile << 26, fragment << 25, half << 24, scale pattern."""
+        return ((word & Uint32(0x3F00)) << Uint32(16)) | self.any_scales((word & Uint32(0xFF)) << Uint32(4))
+
+    @cute.jit
+    def queue_exceptions(
+        self, mask: Uint32, further: Int32, first: Uint32, deep0: Uint32, deep1: Uint32, table: Int32, lane: Int32
+    ):
+        """Hands a slice's exceptions to the lanes that use them.
+
+        `first`: the lane's own first one, if `mask` says that it has one; `deep0`, `deep1`: the further
+        ones, spread over the lanes; `table`: the warp's queues in shared memory. Returns the lane's head
+        of queue, and where its further ones start and end.
         """
-        mine = table + lane * self.queue_bytes
         head = Uint32(EMPTY)
-        if count > 0:
+        if (mask >> Uint32(lane)) & Uint32(1) != 0:
+            head = self.queue_word(first)
+        mine = table + lane * QUEUE_BYTES
+        end = mine
+        if further > 0:
+            end = mine + QUEUE_BYTES
             cute.arch.sync_warp()
-            for d in cutlass.range_constexpr(self.depth):
+            for d in cutlass.range_constexpr(layout.MAX_DEPTH):
                 ptx.sts32(mine + d * 4, Uint32(EMPTY))
             cute.arch.sync_warp()
-            if lane < count:
-                self.enqueue(found[0, 0, block], found[1, 0, block], table)
-            if count > 32:
-                if lane + 32 < count:
-                    self.enqueue(found[0, 1, block], found[1, 1, block], table)
+            if lane < further:
+                self.enqueue(deep0, table)
+            if further > 32:
+                if lane + 32 < further:
+                    self.enqueue(deep1, table)
             cute.arch.sync_warp()
-            head = ptx.lds32(mine)
-        return head, mine + 4
+        return head, mine, end
 
     @cute.jit
-    def enqueue(self, position: Uint32, byte: Uint32, table: Int32):
-        owner = Int32(position & Uint32(31))
-        depth = Int32(position >> Uint32(13))
-        ptx.sts32(table + owner * self.queue_bytes + depth * 4, self.queue_word(position, byte))
+    def enqueue(self, record: Uint32, table: Int32):
+        owner = Int32(record & Uint32(31))
+        depth = Int32((record >> Uint32(5)) & Uint32(7))
+        ptx.sts32(table + owner * QUEUE_BYTES + depth * 4, self.queue_word(record >> Uint32(16)))
 
     @cute.jit
-    def patch(self, sv0: Uint32, sv1: Uint32, record: Uint32, queue: Int32, queue_end: Int32, bound: Uint32):
-        """Replaces scales that are exceptions; each lane takes its own records below `bound` in turn."""
-        due = record < bound
-        more = cute.arch.vote_any_sync(due)
+    def advance(self, queue: Int32, end: Int32):
+        """The next exception of the lane."""
+        head = Uint32(EMPTY)
+        if queue < end:
+            head = ptx.lds32(queue)
+        return head, queue + 4
+
+    @cute.jit
+    def skip(self, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
+        """Drops the exceptions of tiles before the one where a warp starts."""
+        more = cute.arch.vote_any_sync(head < bound)
         while more:
-            if due:
+            if head < bound:
+                head, queue = self.advance(queue, end)
+            more = cute.arch.vote_any_sync(head < bound)
+        return head, queue
+
+    @cute.jit
+    def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
+        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn."""
+        more = cute.arch.vote_any_sync(head < bound)
+        while more:
+            if head < bound:
                 selector = Uint32(0x3254)
-                if (record & Uint32(1 << 24)) != 0:
+                if (head & Uint32(1 << 24)) != 0:
                     selector = Uint32(0x5410)
-                if (record & Uint32(1 << 25)) != 0:
-                    sv1 = ptx.prmt(sv1, record, selector)
+                if (head & Uint32(1 << 25)) != 0:
+                    sv1 = ptx.prmt(sv1, head, selector)
                 else:
-                    sv0 = ptx.prmt(sv0, record, selector)
-                record = Uint32(EMPTY)
-                if queue < queue_end:
-                    record = ptx.lds32(queue)
-                queue += 4
-            due = record < bound
-            more = cute.arch.vote_any_sync(due)
-        return sv0, sv1, record, queue
+                    sv0 = ptx.prmt(sv0, head, selector)
+                head, queue = self.advance(queue, end)
+            more = cute.arch.vote_any_sync(head < bound)
+        return sv0, sv1, head, queue
+
+    # ---- weights ---------------------------------------------------------------------------------
 
     @cute.jit
     def fragment(self, word: Uint32, scale: Uint32):

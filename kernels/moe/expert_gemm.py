@@ -6,14 +6,15 @@ A operand of `mma.sync.m16n8k16` (output channels are M, tokens are N):
     gated:   h[slot, i]  = act(alpha_gate * (W13 x)[i]) * (alpha_up * (W13 x)[I + i])      bf16
     else:    y[pair, o]  = router_weight[pair] * alpha * (W2 h)[o]                          FP32
 
-A work item is `blocks` row blocks (32 rows each) of one work tile. A team of `split` warps shares an
-item: each takes one slice of K. A warp owns a ring of shared-memory slots and fills it by itself, with
-bulk copies (sm_90 on) or cp.async, so the stream runs on across items and no warp waits for another
-until the partial sums of an item are added, in the fixed order of the slices. Everything else that an
-item needs is requested one item ahead.
+A work item is `blocks` row blocks (32 rows each) of one work tile. How items are shared out (`split`):
 
-The scale of a row and group is rebuilt in the lane that multiplies by it: base + code in the bf16
-pattern's own position (one addition for two rows), exceptions patched by the lane that owns them.
+    split = 1   all chunks of all items form one sequence, cut into equal runs, one a warp. An item that
+                a cut goes through is added up by the warp with its end, from partial sums in memory, in
+                the order along K: no warp idles, and the result depends on sizes only.
+    split > 1   a team of `split` warps shares each item, each takes one part of K, and the partial sums
+                are added in shared memory: lowest latency where there are few items.
+
+Everything that a warp needs beside weights (scale bases, exceptions, tokens) is requested ahead.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import layout, ptx
-from .dequant import Dequant
+from .dequant import QUEUE_BYTES, Dequant
+from .epilogue import Epilogue, EpilogueConfig
 from .stream import Stream, StreamConfig
 
 WARPS = 8
 THREADS = 32 * WARPS
-# FP4 bits read as bf16 are the value times 2^-126; with scales times 2^119 the products are 2^-7 too small
-PRODUCT_FACTOR = 128.0
+LEAST_CHUNKS = 4  # of a warp's run, where items are cut
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class GemmConfig:
     gated: bool
     native: bool
     n_tiles: int
-    split: int
+    split: int = 1
     blocks: int = 2
     chunk_tiles: int = 2
     stages: int = 2
@@ -54,33 +55,18 @@ class GemmConfig:
         return StreamConfig(self.native, self.blocks, self.chunk_tiles, self.stages, self.bulk)
 
     @property
-    def teams(self) -> int:
-        return WARPS // self.split
-
-    @property
-    def units(self) -> int:
-        """16 x 8 accumulator fragments of a warp."""
-        return 2 * self.blocks * self.n_tiles
-
-    @property
-    def partial_bytes(self) -> int:
-        """Shared memory for the partial sums of one warp."""
-        return self.units * 32 * 16 if self.split > 1 else 0
+    def epilogue(self) -> EpilogueConfig:
+        return EpilogueConfig(self.gated, self.n_tiles, self.blocks, self.split, self.activation)
 
     @property
     def queue_bytes(self) -> int:
-        """Shared memory for one warp's exceptions of an item."""
-        return self.blocks * 32 * Dequant(self.native, self.bf16_fma).queue_bytes
-
-    @property
-    def target_bytes(self) -> int:
-        """Shared memory for where one team's outputs go, of two work tiles."""
-        return 2 * 8 * self.n_tiles * 16
+        """Shared memory for one warp's exceptions of a slice."""
+        return self.blocks * 32 * QUEUE_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        per_warp = self.stream.shared_bytes + self.partial_bytes + self.queue_bytes
-        return WARPS * per_warp + self.teams * self.target_bytes
+        per_warp = self.stream.shared_bytes + self.queue_bytes + self.epilogue.partial_bytes
+        return WARPS * per_warp + WARPS // self.split * self.epilogue.target_bytes
 
 
 class ExpertGemm:
@@ -90,18 +76,22 @@ class ExpertGemm:
         self.c = config
         self.dequant = Dequant(config.native, config.bf16_fma)
         self.stream = Stream(config.stream)
+        self.epilogue = Epilogue(config.epilogue)
 
     @cute.jit
     def launch(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        positions: Int64, values: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64,
-        router: Int64, out: Int64, out_stride: Int32, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64, router: Int64, out: Int64,
+        out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`."""
+        """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`.
+
+        `partials`: FP32 [8 * ctas, 64 * blocks * n_tiles * 4], `flags`: int32 [8 * ctas], zero.
+        """
         self.kernel(
-            x, x_stride, tiles, bases, slices, starts, positions, values, dense, alpha, entries, pairs,
-            router, out, out_stride, row_blocks, k_tiles, topk,
+            x, x_stride, tiles, bases, slices, starts, records, dense, alpha, entries, pairs, router, out,
+            out_stride, partials, flags, row_blocks, k_tiles, topk,
         ).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -114,29 +104,28 @@ class ExpertGemm:
     @cute.kernel
     def kernel(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        positions: Int64, values: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64,
-        router: Int64, out: Int64, out_stride: Int32, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64, router: Int64, out: Int64,
+        out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
     ):  # fmt: skip
         c = self.c
         sc = c.stream
-        split = cutlass.const_expr(c.split)
         blocks = cutlass.const_expr(c.blocks)
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tid % 32
-        member = warp % split
-        team = warp // split
+        member = warp % c.split
+        team = warp // c.split
 
-        # ---- shared memory: rings, their barriers, partial sums, queues, targets
+        # ---- shared memory: rings, their barriers, queues, partial sums, targets
         shared = cutlass.memory.SmemAllocator().allocate_array(Uint32, c.shared_bytes // 4, byte_alignment=128)
-        shared_base = Int32(shared.toint())
-        ring = shared_base + warp * (c.stages * sc.slot_bytes)
-        bars = shared_base + WARPS * c.stages * sc.slot_bytes + warp * (c.stages * 8)
-        partial = shared_base + WARPS * sc.shared_bytes + team * (split * c.partial_bytes)
-        queues = shared_base + WARPS * (sc.shared_bytes + c.partial_bytes) + warp * c.queue_bytes
-        target = shared_base + c.shared_bytes - (team + 1) * c.target_bytes
+        base = Int32(shared.toint())
+        ring = base + warp * (c.stages * sc.slot_bytes)
+        bars = base + WARPS * c.stages * sc.slot_bytes + warp * (c.stages * 8)
+        queues = base + WARPS * sc.shared_bytes + warp * c.queue_bytes
+        partial = base + WARPS * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
+        target = base + c.shared_bytes - (team + 1) * c.epilogue.target_bytes
         self.stream.init_barriers(bars, lane)
         if cutlass.const_expr(c.bulk):
             # GEMM1 waits for the routing. GEMM2 starts when every CTA of GEMM1 has seen it, so it may
@@ -145,154 +134,190 @@ class ExpertGemm:
                 ptx.wait_for_predecessor()
             ptx.dependents_may_start()
 
-        # ---- which items are ours, and which slice of them
+        # ---- what is ours
         tile_items = row_blocks // blocks
-        first, last = self.own_items(Int32(ptx.ldg32(entries)) * tile_items, team * grid + bid, grid)
-        slice_tiles = (k_tiles + (split - 1)) // split
-        tile0 = member * slice_tiles
-        tile_count = k_tiles - tile0
-        if tile_count > slice_tiles:
-            tile_count = slice_tiles
-        if tile_count <= 0:
-            tile_count = Int32(0)
-            tile0 = Int32(0)
-        chunks = (tile_count + (c.chunk_tiles - 1)) // c.chunk_tiles
-
-        # ---- fill the ring
+        items = Int32(ptx.ldg32(entries)) * tile_items
+        chunks = (k_tiles + (c.chunk_tiles - 1)) // c.chunk_tiles
+        workers, worker, share = self.share_out(items, chunks, grid, bid, warp, member, team)
+        first, last, _, _, _, _ = share
         policy = Int64(0)
         if cutlass.const_expr(c.bulk):
             policy = ptx.evict_first_policy()
-        full = cutlass.const_expr(c.chunk_tiles * sc.tile_bytes)
-        block_bytes = Int64(k_tiles) * sc.tile_bytes
-        geometry = (
-            tiles, entries, row_blocks, tile_items, block_bytes, tile0, chunks,
-            tile_count * sc.tile_bytes - (chunks - 1) * full, blocks * block_bytes - Int64(chunks * full), policy,
-        )  # fmt: skip
-        todo = Int32(0)
-        entry = first // tile_items
-        index = first - entry * tile_items
-        address = Int64(0)
-        if first < last:
-            todo = (last - first) * chunks
-            address = self.stream.start(geometry, entry, index)
-        state = (todo, chunks, entry, tile_items - index, address)
+        geometry = (tiles, entries, row_blocks, tile_items, k_tiles, Int64(k_tiles) * sc.tile_bytes, policy)
+        state = self.stream.begin(geometry, share)
         for s in cutlass.range_constexpr(c.stages):
-            state = self.stream.fill(state, geometry, ring + s * sc.slot_bytes, bars + s * 8, lane)
+            state = self.stream.fill(state, geometry, share, ring + s * sc.slot_bytes, bars + s * 8, lane)
 
-        acc = cute.make_rmem_tensor((4, c.units), Float32)
+        acc = cute.make_rmem_tensor((4, c.epilogue.units), Float32)
         xs = cute.make_rmem_tensor((8, c.n_tiles), Uint32)
         rows = cute.make_rmem_tensor(c.n_tiles, Int64)
-        entry_words = cute.make_rmem_tensor((blocks, 2), Uint32)  # slice entries of this item and the next
         base_words = cute.make_rmem_tensor(blocks, Uint32)
-        record_words = cute.make_rmem_tensor((2, 2, blocks), Uint32)  # positions and bytes, of the next item
-        records = cute.make_rmem_tensor(blocks, Uint32)
-        queue = cute.make_rmem_tensor(blocks, Int32)
         base_pairs = cute.make_rmem_tensor((2, blocks), Uint32)
+        info = cute.make_rmem_tensor((2, blocks), Uint32)  # of this slice: mask and word 1
+        next_info = cute.make_rmem_tensor((2, blocks), Uint32)
+        after_info = cute.make_rmem_tensor((2, blocks), Uint32)
+        exceptions = cute.make_rmem_tensor((3, blocks), Uint32)  # of the next slice
+        heads = cute.make_rmem_tensor(blocks, Uint32)
+        queue = cute.make_rmem_tensor((2, blocks), Int32)
         dense_rows = cute.make_rmem_tensor(blocks, Int64)
         dense_rows.fill(Int64(0))
-        record_words.fill(Uint32(0))
+        exceptions.fill(Uint32(0))
         slot = Int32(0)
         phase = Int32(0)
-        item = first
-        while item < last:
-            # ---- a work tile: one expert, its tokens, the row blocks that are ours
+        item = last
+        while item >= first:
+            # ---- a work tile: one expert, its tokens, those of its items that are ours
             entry = item // tile_items
-            index = item - entry * tile_items
-            end = last - item + index
-            if end > tile_items:
-                end = tile_items
-            item += end - index
+            low = entry * tile_items
+            if low < first:
+                low = first
             e_expert, e_first, e_count, _ = ptx.ldg128(entries + 16 + Int64(entry) * 16)
             expert = Int32(e_expert)
             count = Int32(e_count)
-            block0 = expert * row_blocks
-            slices_at = slices + Int64(block0 * split + member) * 4
-            bases_at = bases + Int64(block0) * 32 + Int64(lane // 4 * 4)
+            origin = expert * row_blocks - entry * (tile_items * blocks)  # row block of item 0, were it here
             start_words = ptx.ldg128(starts + Int64(expert) * 16)
             record0 = start_words[0]
             dense0 = start_words[2]
-            for b in cutlass.range_constexpr(blocks):
-                entry_words[b, 0] = self.slice_entry(slices_at, index, end, b)
-                entry_words[b, 1] = self.slice_entry(slices_at, index + 1, end, b)
-                base_words[b] = self.bases_of(bases_at, index, end, b)
-            for b in cutlass.range_constexpr(blocks):
-                self.load_records(record_words, b, entry_words[b, 0], record0, positions, values, lane)
+            a, b = self.stream.bounds(share, item)
+            visit_item = item
+            visit = a * c.chunk_tiles // layout.SLICE_TILES
+            self.load_info(next_info, slices, origin, visit_item, visit, low, k_tiles)
+            self.load_exceptions(exceptions, next_info, record0, records, lane)
+            visit_item, visit = self.next_visit(share, visit_item, visit)
+            self.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
+            self.load_bases(base_words, bases, origin, item, low, lane)
             if cutlass.const_expr(c.bulk and not c.gated):
                 ptx.wait_for_predecessor()
-            self.token_rows(rows, x, x_stride, pairs, Int32(e_first), count, topk, lane, tile0)
+            first_tile = a * c.chunk_tiles
+            if a == b:
+                first_tile = Int32(0)  # a member without a part of K must not read behind the rows
+            self.token_rows(rows, x, x_stride, pairs, Int32(e_first), count, topk, lane, first_tile)
             self.load_tokens(xs, 0, rows)
-            targets = target + (entry & 1) * (8 * c.n_tiles * 16)
+            targets = self.epilogue.targets_of(target, entry)
             if member == 0:
-                self.write_targets(targets, pairs, router, out, out_stride, Int32(e_first), count, lane)
+                self.epilogue.write_targets(targets, pairs, router, out, out_stride, Int32(e_first), count, lane)
 
-            for i in cutlass.range(index, end, unroll=1):
-                any_dense = Int32(0)
-                for b in cutlass.range_constexpr(blocks):
-                    word = entry_words[b, 0]
-                    if Int32(word) < 0:
-                        any_dense = any_dense | (1 << b)
-                        row = Int64(dense0) + Int64(word & Uint32(0x7FFFFFFF))
-                        dense_rows[b] = dense + row * layout.CODE_BYTES
-                        word = Uint32(0)
-                    records[b], queue[b] = self.dequant.queue_records(
-                        record_words, b, Int32(word >> Uint32(24)), queues + b * (32 * self.dequant.queue_bytes), lane
-                    )
-                    base_pairs[0, b], base_pairs[1, b] = self.dequant.base_pairs(base_words[b])
-                    self.load_records(record_words, b, entry_words[b, 1], record0, positions, values, lane)
-                    entry_words[b, 0] = entry_words[b, 1]
-                    entry_words[b, 1] = self.slice_entry(slices_at, i + 2, end, b)
-                    base_words[b] = self.bases_of(bases_at, i + 1, end, b)
+            for n in cutlass.range(item - low + 1, unroll=1):
+                here = item - n
+                a, b = self.stream.bounds(share, here)
+                for r in cutlass.range_constexpr(blocks):
+                    base_pairs[0, r], base_pairs[1, r] = self.dequant.base_pairs(base_words[r])
+                self.load_bases(base_words, bases, origin, here - 1, low, lane)
                 acc.fill(0.0)
-
-                tile = Int32(0)
-                for _ in cutlass.range(chunks, unroll=1):
-                    here = ring + slot * sc.slot_bytes
-                    bar = bars + slot * 8
-                    self.stream.wait(bar, phase)
-                    if any_dense == 0:
-                        for t in cutlass.range_constexpr(c.chunk_tiles):
-                            if tile + t < tile_count:
-                                self.tile_step(
-                                    acc, xs, rows, records, queue, base_pairs, dense_rows, 0,
-                                    here + t * sc.tile_bytes, queues, tile + t, tile_count, lane, False,
-                                )  # fmt: skip
-                    else:
-                        for t in cutlass.range_constexpr(c.chunk_tiles):
-                            if tile + t < tile_count:
-                                self.tile_step(
-                                    acc, xs, rows, records, queue, base_pairs, dense_rows, any_dense,
-                                    here + t * sc.tile_bytes, queues, tile + t, tile_count, lane, True,
-                                )  # fmt: skip
-                    tile += c.chunk_tiles
-                    cute.arch.sync_warp()
-                    state = self.stream.fill(state, geometry, here, bar, lane)
-                    slot += 1
-                    if slot == c.stages:
-                        slot = Int32(0)
-                        phase = phase ^ 1
-                self.finish_item(acc, partial, targets, team, member, lane, i, expert, count, alpha)
+                tile = a * c.chunk_tiles
+                tile_end = b * c.chunk_tiles
+                if tile_end > k_tiles:
+                    tile_end = k_tiles
+                a_next, _ = self.stream.bounds(share, here - 1)
+                tile_next = a_next * c.chunk_tiles
+                if here == low:
+                    tile_next = tile
+                while tile < tile_end:
+                    # ---- a slice: at most 16 tiles with their exceptions
+                    slice_tile = tile % layout.SLICE_TILES
+                    stop = tile - slice_tile + layout.SLICE_TILES
+                    if stop > tile_end:
+                        stop = tile_end
+                    any_dense = self.start_slice(
+                        info, next_info, exceptions, heads, queue, dense_rows, dense, dense0, queues, slice_tile, lane
+                    )
+                    for r in cutlass.range_constexpr(blocks):
+                        next_info[0, r] = after_info[0, r]
+                        next_info[1, r] = after_info[1, r]
+                    self.load_exceptions(exceptions, next_info, record0, records, lane)
+                    visit_item, visit = self.next_visit(share, visit_item, visit)
+                    self.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
+                    while tile < stop:
+                        at = ring + slot * sc.slot_bytes
+                        bar = bars + slot * 8
+                        self.stream.wait(bar, phase)
+                        if any_dense == 0:
+                            for t in cutlass.range_constexpr(c.chunk_tiles):
+                                if tile + t < tile_end:
+                                    self.tile_step(
+                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, 0,
+                                        at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, False,
+                                    )  # fmt: skip
+                        else:
+                            for t in cutlass.range_constexpr(c.chunk_tiles):
+                                if tile + t < tile_end:
+                                    self.tile_step(
+                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, any_dense,
+                                        at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, True,
+                                    )  # fmt: skip
+                        tile += c.chunk_tiles
+                        cute.arch.sync_warp()
+                        state = self.stream.fill(state, geometry, share, at, bar, lane)
+                        slot += 1
+                        if slot == c.stages:
+                            slot = Int32(0)
+                            phase = phase ^ 1
+                row = here - entry * tile_items
+                if cutlass.const_expr(c.split > 1):
+                    self.epilogue.finish_team(acc, partial, targets, team, member, lane, row, expert, count, alpha)
+                else:
+                    self.epilogue.finish_run(
+                        acc, targets, lane, row, expert, count, alpha, partials, flags, worker, workers,
+                        here, a, b, chunks, items,
+                    )  # fmt: skip
+            item = low - 1
 
     @cute.jit
-    def own_items(self, items: Int32, worker: Int32, grid: Int32):
-        """The consecutive items [first, last) of one team; few items go to as many CTAs as possible."""
-        workers = grid * cutlass.const_expr(self.c.teams)
-        first = worker
-        last = worker + 1
-        if items > workers:
-            first = Int32((Int64(worker) * Int64(items)) // Int64(workers))
-            last = Int32((Int64(worker + 1) * Int64(items)) // Int64(workers))
-        if last > items:
-            last = items
-        return first, last
+    def share_out(
+        self, items: Int32, chunks: Int32, grid: Int32, bid: Int32, warp: Int32, member: Int32, team: Int32
+    ):
+        """Workers in all, our number, and our share (see `Stream`); an empty share has last < first."""
+        c = self.c
+        if cutlass.const_expr(c.split == 1):
+            # Neighbours in the sequence are neighbours on an SM: they use the same tokens. A warp only
+            # ever waits for lower numbers, that is for CTAs that started before its own.
+            total = Int64(items) * Int64(chunks)
+            workers = Int64(grid * WARPS)
+            if total < workers * LEAST_CHUNKS:
+                workers = (total + (LEAST_CHUNKS - 1)) // LEAST_CHUNKS
+            active = Int32((workers + Int64(grid - 1)) // Int64(grid))
+            worker = bid * active + warp
+            if warp >= active:
+                worker = Int32(workers)
+            first = Int32(0)
+            last = Int32(-1)
+            a_first = Int32(0)
+            b_last = chunks
+            if Int64(worker) < workers:
+                begin = Int64(worker) * total // workers
+                end = Int64(worker + 1) * total // workers
+                first = Int32(begin // Int64(chunks))
+                last = Int32((end - 1) // Int64(chunks))
+                a_first = Int32(begin - Int64(first) * Int64(chunks))
+                b_last = Int32(end - Int64(last) * Int64(chunks))
+            share = (first, last, a_first, Int32(0), b_last, chunks)
+            return Int32(workers), worker, share
+        teams = grid * (WARPS // c.split)
+        mine = team * grid + bid
+        first = mine
+        last = mine
+        if items > teams:
+            first = Int32(Int64(mine) * Int64(items) // Int64(teams))
+            last = Int32(Int64(mine + 1) * Int64(items) // Int64(teams)) - 1
+        if first >= items:
+            last = first - 1
+        part = (chunks + (c.split - 1)) // c.split
+        a = member * part
+        b = a + part
+        if a > chunks:
+            a = chunks
+        if b > chunks:
+            b = chunks
+        return teams, mine, (first, last, a, a, b, b)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     @cute.jit
     def token_rows(
         self, rows: cute.Tensor, x: Int64, x_stride: Int32, pairs: Int64, first: Int32, count: Int32,
-        topk: Int32, lane: Int32, tile0: Int32,
+        topk: Int32, lane: Int32, tile: Int32,
     ):  # fmt: skip
-        """Byte addresses of this lane's 16 columns of each of its tokens, at the slice's first tile."""
+        """Byte addresses of this lane's 16 columns of each of its tokens, at the first tile."""
         for j in cutlass.range_constexpr(self.c.n_tiles):
             n = j * 8 + lane // 4
             # Columns beyond the work tile repeat its first token; what they give is never stored.
@@ -301,7 +326,7 @@ class ExpertGemm:
             row = first + n
             if cutlass.const_expr(self.c.gated):
                 row = Int32(ptx.ldg32(pairs + Int64(row) * 4)) // topk
-            rows[j] = x + Int64(row) * (Int64(x_stride) * 2) + Int64(tile0 * 128 + lane % 4 * 32)
+            rows[j] = x + Int64(row) * (Int64(x_stride) * 2) + Int64(tile * 128 + lane % 4 * 32)
 
     @cute.jit
     def load_tokens(self, xs: cute.Tensor, half: cutlass.Constexpr, rows: cute.Tensor):
@@ -311,85 +336,131 @@ class ExpertGemm:
             for i in cutlass.range_constexpr(4):
                 xs[half * 4 + i, j] = words[i]
 
-    # ---- what an item needs beside weights and tokens --------------------------------------------
+    # ---- what comes with a slice beside weights and tokens ---------------------------------------
 
     @cute.jit
-    def slice_entry(self, slices_at: Int64, item: Int32, end: Int32, block: cutlass.Constexpr):
-        """The slice entry of one row block of an item, 0 beyond the end."""
-        found = Uint32(0)
-        if item < end:
-            found = ptx.ldg32(slices_at + Int64((item * self.c.blocks + block) * self.c.split) * 4)
-        return found
+    def next_visit(self, share: tuple, item: Int32, visit: Int32):
+        """The slice that a warp comes to after this one."""
+        _, end = self.stream.bounds(share, item)
+        visit += 1
+        if visit * layout.SLICE_TILES >= end * self.c.chunk_tiles:
+            item -= 1
+            begin, _ = self.stream.bounds(share, item)
+            visit = begin * self.c.chunk_tiles // layout.SLICE_TILES
+        return item, visit
 
     @cute.jit
-    def bases_of(self, bases_at: Int64, item: Int32, end: Int32, block: cutlass.Constexpr):
-        """The bases of the four rows of this lane in one row block, one byte each."""
-        found = Uint32(0)
+    def load_info(
+        self, info: cute.Tensor, slices: Int64, origin: Int32, item: Int32, visit: Int32, low: Int32, k_tiles: Int32
+    ):
+        """The two words of a slice of each row block; zeros below the work tile's last item of ours."""
+        count = (k_tiles + (layout.SLICE_TILES - 1)) // layout.SLICE_TILES
+        for r in cutlass.range_constexpr(self.c.blocks):
+            info[0, r] = Uint32(0)
+            info[1, r] = Uint32(0)
+            if item >= low and visit < count:
+                index = (origin + item * self.c.blocks + r) * count + visit
+                info[0, r], info[1, r] = ptx.ldg64(slices + Int64(index) * 8)
+
+    @cute.jit
+    def load_exceptions(
+        self, found: cute.Tensor, info: cute.Tensor, record0: Uint32, records: Int64, lane: Int32
+    ):
+        """The lane's first exception of the slice, and two of the further ones, whoever they belong to."""
+        for r in cutlass.range_constexpr(self.c.blocks):
+            mask = info[0, r]
+            word = info[1, r]
+            if mask != 0:
+                begin = record0 + (word & Uint32(0xFFFFFF))
+                below = mask & ((Uint32(1) << Uint32(lane)) - Uint32(1))
+                # Lanes without one read a neighbour's, within the slice's words.
+                place = cute.arch.popc(below)
+                if (mask >> Uint32(lane)) & Uint32(1) != 0:
+                    found[0, r] = ptx.ldg16(records + Int64(begin + place) * 2)
+                further = Int32(word >> Uint32(24))
+                if further > 0:
+                    firsts = cute.arch.popc(mask)
+                    at = records + Int64(begin + firsts + (firsts & Uint32(1))) * 2 + Int64(lane * 4)
+                    if lane < further:
+                        found[1, r] = ptx.ldg32(at)
+                    if lane + 32 < further:
+                        found[2, r] = ptx.ldg32(at + 128)
+
+    @cute.jit
+    def load_bases(self, words: cute.Tensor, bases: Int64, origin: Int32, item: Int32, low: Int32, lane: Int32):
+        """The bases of the four rows of this lane in each row block, one byte each."""
         if cutlass.const_expr(not self.c.native):
-            if item < end:
-                found = ptx.ldg32(bases_at + Int64(item * self.c.blocks + block) * 32)
-        return found
+            if item >= low:
+                for r in cutlass.range_constexpr(self.c.blocks):
+                    block = origin + item * self.c.blocks + r
+                    words[r] = ptx.ldg32(bases + Int64(block) * 32 + Int64(lane // 4 * 4))
 
     @cute.jit
-    def load_records(
-        self, found: cute.Tensor, block: cutlass.Constexpr, entry: Uint32, record0: Uint32, positions: Int64,
-        values: Int64, lane: Int32,
+    def start_slice(
+        self, info: cute.Tensor, next_info: cute.Tensor, exceptions: cute.Tensor, heads: cute.Tensor,
+        queue: cute.Tensor, dense_rows: cute.Tensor, dense: Int64, dense0: Uint32, queues: Int32,
+        slice_tile: Int32, lane: Int32,
     ):  # fmt: skip
-        """Spreads a slice's exception records over the lanes, two a lane at most.
-
-        Position and byte stay apart until they are used, so that nothing waits for the loads here.
-        """
-        count = Int32(entry >> Uint32(24))
-        if Int32(entry) < 0:
-            count = Int32(0)
-        at = Int64(record0 + (entry & Uint32(0xFFFFFF)) + Uint32(lane))
-        if lane < count:
-            found[0, 0, block] = ptx.ldg16(positions + at * 2)
-            found[1, 0, block] = ptx.ldg8(values + at)
-        if count > 32:
-            if lane + 32 < count:
-                found[0, 1, block] = ptx.ldg16(positions + at * 2 + 64)
-                found[1, 1, block] = ptx.ldg8(values + at + 32)
+        """Queues the slice's exceptions; returns a bit for each row block that is dense here."""
+        any_dense = Int32(0)
+        for r in cutlass.range_constexpr(self.c.blocks):
+            mask = next_info[0, r]
+            word = next_info[1, r]
+            further = Int32(word >> Uint32(24))
+            if Int32(word) < 0:
+                any_dense = any_dense | (1 << r)
+                row = Int64(dense0) + Int64(word & Uint32(0x7FFFFFFF))
+                dense_rows[r] = dense + row * layout.CODE_BYTES
+                further = Int32(0)
+            heads[r], queue[0, r], queue[1, r] = self.dequant.queue_exceptions(
+                mask, further, exceptions[0, r], exceptions[1, r], exceptions[2, r],
+                queues + r * (32 * QUEUE_BYTES), lane,
+            )  # fmt: skip
+            if slice_tile > 0:
+                heads[r], queue[0, r] = self.dequant.skip(
+                    heads[r], queue[0, r], queue[1, r], Uint32(slice_tile) << Uint32(26)
+                )
+        return any_dense
 
     # ---- the product -----------------------------------------------------------------------------
 
     @cute.jit
     def tile_step(
-        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, records: cute.Tensor, queue: cute.Tensor,
-        base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, address: Int32, queues: Int32,
-        tile: Int32, tile_count: Int32, lane: Int32, dense: cutlass.Constexpr,
+        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, heads: cute.Tensor, queue: cute.Tensor,
+        base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, address: Int32, tile: Int32,
+        tile_end: Int32, tile_next: Int32, lane: Int32, dense: cutlass.Constexpr,
     ):  # fmt: skip
         """acc += the item's tiles at one place along K times the tokens there.
 
-        On entry the first half of the tokens' columns is in `xs` or on its way; the second half is asked
-        for here, and the first half of the next tile (after the last tile: of the first, for the next item).
+        On entry the first half of the tokens' columns is in `xs` or on its way; asked for here are the
+        second half, and the first half of the tile that comes next, be it the next item's.
         """
         c = self.c
         block_stride = cutlass.const_expr(c.chunk_tiles * c.stream.tile_bytes)
         self.load_tokens(xs, 1, rows)
-        step = Int64(128)
-        if tile + 1 == tile_count:
-            step = Int64(128 - 128 * tile_count)
+        step = Int32(128)
+        if tile + 1 == tile_end:
+            step = (tile_next - tile) * 128
         for j in cutlass.range_constexpr(c.n_tiles):
-            rows[j] = rows[j] + step
+            rows[j] = rows[j] + Int64(step)
         sv = cute.make_rmem_tensor((2, c.blocks), Uint32)
-        bound = Uint32(tile + 1) << Uint32(26)
-        for b in cutlass.range_constexpr(c.blocks):
-            at = address + b * block_stride
-            sv[0, b], sv[1, b] = self.dequant.scales(at, base_pairs[0, b], base_pairs[1, b], lane)
+        place = tile % layout.SLICE_TILES
+        bound = Uint32(place + 1) << Uint32(26)
+        for r in cutlass.range_constexpr(c.blocks):
+            at = address + r * block_stride
+            sv[0, r], sv[1, r] = self.dequant.scales(at, base_pairs[0, r], base_pairs[1, r], lane)
             if cutlass.const_expr(dense):
-                if (any_dense & (1 << b)) != 0:
-                    sv[0, b], sv[1, b] = self.dequant.dense_scales(at, lane, dense_rows[b], tile)
-        for b in cutlass.range_constexpr(c.blocks):
-            end = queues + b * (32 * self.dequant.queue_bytes) + (lane + 1) * self.dequant.queue_bytes
-            sv[0, b], sv[1, b], records[b], queue[b] = self.dequant.patch(
-                sv[0, b], sv[1, b], records[b], queue[b], end, bound
+                if (any_dense & (1 << r)) != 0:
+                    sv[0, r], sv[1, r] = self.dequant.dense_scales(at, lane, dense_rows[r], place)
+        for r in cutlass.range_constexpr(c.blocks):
+            sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
+                sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound
             )
         for half in cutlass.range_constexpr(2):
-            for b in cutlass.range_constexpr(c.blocks):
+            for r in cutlass.range_constexpr(c.blocks):
                 for m in cutlass.range_constexpr(2):
-                    words = ptx.lds64(address + b * block_stride + m * 512 + half * 8 + lane * 16)
-                    self.multiply(acc, xs, (b * 2 + m) * c.n_tiles, half, words, sv[m, b])
+                    words = ptx.lds64(address + r * block_stride + m * 512 + half * 8 + lane * 16)
+                    self.multiply(acc, xs, (r * 2 + m) * c.n_tiles, half, words, sv[m, r])
             if cutlass.const_expr(half == 0):
                 self.load_tokens(xs, 0, rows)
 
@@ -408,90 +479,3 @@ class ExpertGemm:
                 after = ptx.mma_m16n8k16(before, a, (xs[k, j], xs[k + 1, j]))
                 for i in cutlass.range_constexpr(4):
                     acc[i, u] = after[i]
-
-    # ---- the end of an item ----------------------------------------------------------------------
-
-    @cute.jit
-    def write_targets(
-        self, targets: Int32, pairs: Int64, router: Int64, out: Int64, out_stride: Int32, first: Int32,
-        count: Int32, lane: Int32,
-    ):  # fmt: skip
-        """Where each token of the work tile is stored and with which weight, one lane a token."""
-        c = self.c
-        if lane < count and lane < 8 * c.n_tiles:
-            weight = Float32(1.0)
-            if cutlass.const_expr(c.gated):
-                at = out + Int64(first + lane) * (Int64(out_stride) * 2)
-            else:
-                pair = Int64(ptx.ldg32(pairs + Int64(first + lane) * 4))
-                weight = ptx.ldg_f32(router + pair * 4)
-                at = out + pair * (Int64(out_stride) * 4)
-            ptx.sts_target(targets + lane * 16, at, weight)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def finish_item(
-        self, acc: cute.Tensor, partial: Int32, targets: Int32, team: Int32, member: Int32, lane: Int32,
-        item: Int32, expert: Int32, count: Int32, alpha: Int64,
-    ):  # fmt: skip
-        """Adds the team's partial sums in the order of the slices and stores the item's outputs."""
-        c = self.c
-        if cutlass.const_expr(c.split == 1):
-            alphas = self.alphas(alpha, expert)
-            for u in cutlass.range_constexpr(c.units):
-                values = (acc[0, u], acc[1, u], acc[2, u], acc[3, u])
-                self.store(u, values, targets, lane, item, count, alphas)
-        else:
-            threads = cutlass.const_expr(32 * c.split)
-            cute.arch.barrier(barrier_id=1 + team, number_of_threads=threads)
-            for u in cutlass.range_constexpr(c.units):
-                mine = partial + (member * c.units + u) * 512 + lane * 16
-                ptx.sts_f32x4(mine, acc[0, u], acc[1, u], acc[2, u], acc[3, u])
-            cute.arch.barrier(barrier_id=1 + team, number_of_threads=threads)
-            for u in cutlass.range_constexpr(c.units):
-                if member == u % c.split:
-                    alphas = self.alphas(alpha, expert)
-                    total = [Float32(0.0) for _ in range(4)]
-                    for s in cutlass.range_constexpr(c.split):
-                        part = ptx.lds_f32x4(partial + (s * c.units + u) * 512 + lane * 16)
-                        total = [a + b for a, b in zip(total, part, strict=True)]
-                    self.store(u, tuple(total), targets, lane, item, count, alphas)
-
-    @cute.jit
-    def store(
-        self, unit: cutlass.Constexpr, values: tuple, targets: Int32, lane: Int32, item: Int32, count: Int32,
-        alphas: tuple,
-    ):  # fmt: skip
-        """Stores two tokens' values of rows r (the first two) and r + 8 of one fragment."""
-        c = self.c
-        fragment = item * (2 * c.blocks) + unit // c.n_tiles
-        row = lane // 4
-        token = cutlass.const_expr(unit % c.n_tiles) * 8 + lane % 4 * 2
-        for i in cutlass.range_constexpr(2):
-            if token + i < count:
-                at, weight = ptx.lds_target(targets + (token + i) * 16)
-                low = values[i] * alphas[0]
-                high = values[2 + i] * alphas[1]
-                if cutlass.const_expr(c.gated):
-                    value = self.act(low) * high
-                    ptx.stg16(at + Int64(fragment * 8 + row) * 2, ptx.pack_bf16x2(value, value))
-                else:
-                    at = at + Int64(fragment * 16 + row) * 4
-                    ptx.stg_f32(at, low * weight)
-                    ptx.stg_f32(at + 32, high * weight)
-
-    @cute.jit
-    def alphas(self, alpha: Int64, expert: Int32):
-        """Global scales of rows r and r + 8 (gate and up where gated), with the products' power of two."""
-        if cutlass.const_expr(self.c.gated):
-            first = ptx.ldg_f32(alpha + Int64(expert) * 8) * Float32(PRODUCT_FACTOR)
-            second = ptx.ldg_f32(alpha + Int64(expert) * 8 + 4) * Float32(PRODUCT_FACTOR)
-        else:
-            first = ptx.ldg_f32(alpha + Int64(expert) * 4) * Float32(PRODUCT_FACTOR)
-            second = first
-        return first, second
-
-    @cute.jit
-    def act(self, v: Float32):
-        """SiLU."""
-        return v * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp(-v))

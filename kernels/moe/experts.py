@@ -80,9 +80,14 @@ class Workspace:
     slots: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor
+    partials: torch.Tensor
+    flags: torch.Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, topk: int, hidden: int, inner: int, device: torch.device | str) -> Workspace:
+    def allocate(
+        cls, tokens: int, topk: int, hidden: int, inner: int, workers: int, units: int, device: torch.device | str
+    ) -> Workspace:
+        """For calls of up to `tokens` tokens; `workers` warps with `units` accumulator fragments each."""
         pairs = tokens * topk
 
         def ints(n: int) -> torch.Tensor:
@@ -94,10 +99,12 @@ class Workspace:
             slots=ints(pairs),
             h=torch.empty(pairs, inner, dtype=torch.bfloat16, device=device),
             y=torch.empty(pairs, hidden, dtype=torch.float32, device=device),
+            partials=torch.empty(workers, units * 128, dtype=torch.float32, device=device),
+            flags=ints(2 * workers),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.entries, self.pairs, self.slots, self.h, self.y)
+        return (self.entries, self.pairs, self.slots, self.h, self.y, self.partials, self.flags)
 
 
 def run(

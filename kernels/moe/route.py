@@ -45,16 +45,19 @@ class Route:
     @cute.jit
     def launch(
         self, ids: Int64, count: Int32, expert_map: Int64, global_experts: Int32, experts: Int32,
-        entries: Int64, pairs: Int64, slots: Int64, stream: cuda.CUstream,
+        entries: Int64, pairs: Int64, slots: Int64, flags: Int64, flag_count: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        self.kernel(ids, count, expert_map, global_experts, experts, entries, pairs, slots).launch(
+        """`flags`: int32 [flag_count], set to zero for the GEMMs."""
+        self.kernel(
+            ids, count, expert_map, global_experts, experts, entries, pairs, slots, flags, flag_count
+        ).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.c.pdl
         )
 
     @cute.kernel
     def kernel(
         self, ids: Int64, count: Int32, expert_map: Int64, global_experts: Int32, experts: Int32,
-        entries: Int64, pairs: Int64, slots: Int64,
+        entries: Int64, pairs: Int64, slots: Int64, flags: Int64, flag_count: Int32,
     ):  # fmt: skip
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
@@ -64,6 +67,8 @@ class Route:
         if cutlass.const_expr(c.pdl):
             ptx.wait_for_predecessor()
             ptx.dependents_may_start()
+        for f in cutlass.range(tid, flag_count, THREADS):
+            ptx.stg32(flags + Int64(f) * 4, Uint32(0))
         for e in cutlass.range(tid, c.capacity, THREADS):
             ptx.sts32(counts + e * 4, Uint32(0))
         cute.arch.sync_threads()

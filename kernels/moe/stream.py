@@ -1,9 +1,9 @@
-"""The stream of one warp: its slice of the weights of consecutive work items, through a ring of slots.
+"""The stream of one warp: its share of the weights, through a ring of slots in shared memory.
 
 A warp fills its ring by itself (bulk copies from sm_90 on, cp.async before), runs ahead of its own use by
 `stages` chunks and never waits for another warp. A chunk is `chunk_tiles` tiles of each row block of an
-item. The state of a stream are five numbers: chunks left of all and of the current item, work tile, items
-left in the work tile, address.
+item. Items come in descending order; of each a warp takes the chunks [a, b) along K, `Share` says which.
+The state of a stream: chunks left, item, chunk and its end in the item, address.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,10 @@ class StreamConfig:
     stages: int
     bulk: bool
 
+    def __post_init__(self) -> None:
+        if layout.SLICE_TILES % self.chunk_tiles:
+            raise ValueError(f"chunk_tiles is {self.chunk_tiles}; expected a divisor of {layout.SLICE_TILES}")
+
     @property
     def tile_bytes(self) -> int:
         return layout.WEIGHT_BYTES + layout.CODE_BYTES * (2 if self.native else 1)
@@ -38,9 +42,9 @@ class StreamConfig:
 
 
 class Stream:
-    """Device code; `geometry` = (tiles, entries, row_blocks, tile_items, block_bytes, tile0, chunks, rest, jump, policy):
-    addresses of weights and work tiles; row blocks and items of an expert; bytes of a row block; the slice's
-    first tile, its chunks, the bytes of its last chunk; from one item's end to the next item's start."""
+    """Device code of a stream. `geometry`: addresses of weights and work tiles, row blocks and items of an
+    expert, tiles along K, bytes of a row block, L2 policy. `share`: first and last item, first chunk in
+    the first and in the other items, last chunk of the last and of the other items."""
 
     def __init__(self, config: StreamConfig):
         self.c = config
@@ -64,38 +68,62 @@ class Stream:
             cute.arch.sync_warp()
 
     @cute.jit
-    def start(self, geometry: tuple, entry: Int32, index: Int32):
-        """Address of this warp's first tile in item `index` of a work tile."""
-        tiles, entries, row_blocks, _, block_bytes, tile0, _, _, _, _ = geometry
-        expert = Int32(ptx.ldg32(entries + 16 + Int64(entry) * 16))
-        block = Int64(expert) * Int64(row_blocks) + Int64(index * self.c.blocks)
-        return tiles + block * block_bytes + Int64(tile0 * self.c.tile_bytes)
+    def bounds(self, share: tuple, item: Int32):
+        """The chunks [a, b) of an item that this warp takes."""
+        first, last, a_first, a_other, b_last, b_other = share
+        a = a_other
+        if item == first:
+            a = a_first
+        b = b_other
+        if item == last:
+            b = b_last
+        return a, b
 
     @cute.jit
-    def fill(self, state: tuple, geometry: tuple, slot: Int32, bar: Int32, lane: Int32):
+    def begin(self, geometry: tuple, share: tuple):
+        """The state before anything is requested."""
+        first, last, a_first, a_other, b_last, b_other = share
+        a, b = self.bounds(share, last)
+        todo = b - a
+        address = Int64(0)
+        if last > first:
+            todo += (b_other - a_first) + (last - first - 1) * (b_other - a_other)
+        if last < first:
+            todo = Int32(0)
+        if todo > 0:
+            address = self.start(geometry, last, a)
+        return todo, last, a, b, address
+
+    @cute.jit
+    def start(self, geometry: tuple, item: Int32, chunk: Int32):
+        """Address of a chunk of an item's first row block."""
+        tiles, entries, row_blocks, tile_items, _, block_bytes, _ = geometry
+        entry = item // tile_items
+        expert = Int32(ptx.ldg32(entries + 16 + Int64(entry) * 16))
+        block = Int64(expert) * Int64(row_blocks) + Int64((item - entry * tile_items) * self.c.blocks)
+        return tiles + block * block_bytes + Int64(chunk * (self.c.chunk_tiles * self.c.tile_bytes))
+
+    @cute.jit
+    def fill(self, state: tuple, geometry: tuple, share: tuple, slot: Int32, bar: Int32, lane: Int32):
         """Requests the next chunk into `slot`; returns the new state."""
-        todo, left, entry, within, address = state
-        _, _, _, tile_items, block_bytes, _, chunks, rest, jump, policy = geometry
+        todo, item, chunk, end, address = state
+        _, _, _, _, k_tiles, block_bytes, policy = geometry
         full = cutlass.const_expr(self.c.chunk_tiles * self.c.tile_bytes)
         if todo > 0:
-            size = Int32(full)
-            if left == 1:
-                size = rest
+            size = (k_tiles - chunk * self.c.chunk_tiles) * self.c.tile_bytes
+            if size > full:
+                size = Int32(full)
             self.copy(slot, address, size, block_bytes, bar, lane, policy)
             address += Int64(full)
             todo -= 1
-            left -= 1
-            if left == 0:
-                left = chunks
-                within -= 1
-                address += jump
-                if within == 0 and todo > 0:
-                    entry += 1
-                    within = tile_items
-                    address = self.start(geometry, entry, Int32(0))
+            chunk += 1
+            if chunk == end and todo > 0:
+                item -= 1
+                chunk, end = self.bounds(share, item)
+                address = self.start(geometry, item, chunk)
         if cutlass.const_expr(not self.c.bulk):
             ptx.cp_async_commit()
-        return todo, left, entry, within, address
+        return todo, item, chunk, end, address
 
     @cute.jit
     def copy(
