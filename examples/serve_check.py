@@ -92,7 +92,7 @@ def start(arguments: argparse.Namespace, record: Record) -> Any:
     import torch
     import vllm
 
-    cuda = torch.cuda.is_available()
+    cuda = torch_has_cuda()
     record.device = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
     record.versions = {
         "vllm": vllm.__version__,
@@ -121,6 +121,12 @@ def start(arguments: argparse.Namespace, record: Record) -> Any:
     record.cuda_graphs = str(compilation.cudagraph_mode)
     record.capture_sizes = list(compilation.cudagraph_capture_sizes or [])
     return llm
+
+
+def torch_has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def generate(llm: Any, tokens: int) -> list[tuple[list[int], list[float]]]:
@@ -207,7 +213,7 @@ def main() -> int:
     llm = start(arguments, record)
     runs = {"first": generate(llm, arguments.tokens), "again": generate(llm, arguments.tokens)}
     runs["after reload"] = (llm.collective_rpc("reload_weights"), generate(llm, arguments.tokens))[1]
-    if arguments.sleep and record.cuda_graphs:
+    if arguments.sleep and torch_has_cuda():
         runs |= check_sleep(llm, arguments.tokens)
     reference = Reference(arguments.dequantized)
     compared = {name: compare(reference, run, record.tolerance) for name, run in runs.items()}

@@ -288,7 +288,7 @@ class Intake:
         Both have some room, because a reload brings other exceptions into tensors whose addresses
         captured graphs know.
         """
-        room = self._room.setdefault(half, (count + count // 4 + 256, min(plane, 2 * longest + 64)))
+        room = self._room.setdefault(half, (count + count // 4 + 64, min(plane, 2 * longest + 64)))
         for found, limit, what in zip(
             (count, longest), room, ("exceptions", "exceptions in a plane"), strict=True
         ):

@@ -44,6 +44,18 @@ COMPRESSED = {
     "ignore": ["lm_head"],
 }
 
+# As read from hf_quant_config.json where config.json has no recipe.
+LEGACY = {
+    "producer": {"name": "modelopt"},
+    "quant_method": "modelopt_fp4",
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    },
+}
+
 NOT_OURS = [
     None,
     {},
@@ -100,6 +112,7 @@ def test_unknown_encodings_are_refused() -> None:
     ("config", "stock"),
     [
         (NVFP4, ModelOptNvFp4Config),
+        (LEGACY, ModelOptNvFp4Config),
         (MIXED | {"quantized_layers": CSF_LAYERS}, ModelOptMixedPrecisionConfig),
         (COMPRESSED, CompressedTensorsConfig),
     ],

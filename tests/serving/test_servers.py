@@ -35,6 +35,7 @@ CASES = {
     "layout A, tensor parallel, lazy": Case(QWEN, "csf", LAZY, ranks=2),
     "layout C, tensor and expert parallel": Case(QWEN, "modelopt", (*FLAG, *EXPERT_PARALLEL), ranks=2),
     "layout A, MTP": Case(GLM, "csf", MTP, models=2),
+    # Slow beside what the others show already, but the one with everything at once.
     "layout C, MTP, tensor and expert parallel, lazy": Case(
         GLM, "modelopt", (*FLAG, *LAZY, *MTP, *EXPERT_PARALLEL), ranks=2, models=2
     ),
@@ -47,7 +48,13 @@ def assert_same(found: list[Answer], want: list[Answer]) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=TOLERANCE), f"prompt {number}"
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+SLOW = "layout C, MTP, tensor and expert parallel, lazy"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=n, marks=[pytest.mark.slow] if n == SLOW else []) for n, c in CASES.items()],
+)
 def test_same_answers_as_stock_vllm(case: Case, checkpoint, serve, stock) -> None:
     want = stock(case.family)
     with serve(checkpoint(case.family, case.layout), *case.flags, ranks=case.ranks) as server:
@@ -56,7 +63,7 @@ def test_same_answers_as_stock_vllm(case: Case, checkpoint, serve, stock) -> Non
     assert len(lines) == case.models
     for line in lines:
         share = float(re.search(r"resident \(([\d.]+) %\)", line)[1])
-        assert 50 < share < 90, line
+        assert 50 < share < 100, line
 
 
 def test_csf_checkpoint_without_the_plugin_fails_loudly(checkpoint, serve) -> None:
