@@ -304,6 +304,19 @@ def sts32(address, value, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def sts64(address, a, b, *, loc=None, ip=None):
+    _asm(
+        None,
+        [Int32(address).ir_value(loc=loc, ip=ip), _u(a, loc, ip), _u(b, loc, ip)],
+        "st.shared.v2.b32 [$0], {$1,$2};",
+        "r,r,r",
+        True,
+        loc,
+        ip,
+    )
+
+
+@dsl_user_op
 def atom_add_shared(address, value, *, loc=None, ip=None):
     """Adds to a word of shared memory and returns its old value."""
     operands = [Int32(address).ir_value(loc=loc, ip=ip), _u(value, loc, ip)]

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .. import ptx
+from .route import Route, RouteConfig
 
 THREADS = 128
 CHANNELS = 4 * THREADS  # of one CTA
@@ -16,18 +17,22 @@ CHANNELS = 4 * THREADS  # of one CTA
 @dataclass(frozen=True)
 class CombineConfig:
     topk: int
+    route: RouteConfig
     pdl: bool = True
 
 
 class Combine:
-    """Device code of one reduction program. y: FP32 [T * topk, hidden]; rows without a slot are not read."""
+    """Device code of one reduction program. y: FP32 [T * topk, hidden]; rows of pairs that no local expert
+    takes are not read."""
 
     def __init__(self, config: CombineConfig):
         self.c = config
+        self.route = Route(config.route)
 
     @cute.jit
-    def launch(self, y: Int64, slots: Int64, out: Int64, tokens: Int32, hidden: Int32, stream: cuda.CUstream):
-        self.kernel(y, slots, out, hidden).launch(
+    def launch(self, y: Int64, inputs: tuple, out: Int64, tokens: Int32, hidden: Int32, stream: cuda.CUstream):
+        """`inputs`: see `Route`."""
+        self.kernel(y, inputs, out, hidden).launch(
             grid=[(hidden + (CHANNELS - 1)) // CHANNELS, tokens, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -35,10 +40,14 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, y: Int64, slots: Int64, out: Int64, hidden: Int32):
+    def kernel(self, y: Int64, inputs: tuple, out: Int64, hidden: Int32):
         topk = cutlass.const_expr(self.c.topk)
         tid, _, _ = cute.arch.thread_idx()
         part, token, _ = cute.arch.block_idx()
+        ids, _, expert_map, global_experts, experts = inputs
+        taken = cute.make_rmem_tensor(topk, Int32)
+        for k in cutlass.range_constexpr(topk):
+            taken[k] = self.route.local_expert(ids, token * topk + k, expert_map, global_experts, experts)
         if cutlass.const_expr(self.c.pdl):
             ptx.wait_for_predecessor()
             ptx.dependents_may_start()
@@ -50,7 +59,7 @@ class Combine:
                 pair = Int64(token) * topk + k
                 for i in cutlass.range_constexpr(4):
                     parts[i, k] = Float32(0.0)
-                if Int32(ptx.ldg32(slots + pair * 4)) >= 0:
+                if taken[k] >= 0:
                     row = ptx.ldg_f32x4(y + (pair * Int64(hidden) + Int64(channel)) * 4)
                     for i in cutlass.range_constexpr(4):
                         parts[i, k] = row[i]

@@ -8,12 +8,12 @@ captured in a CUDA graph.
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
 from .combine import Combine, CombineConfig
 from .expert_gemm import WARPS, ExpertGemm, GemmConfig
-from .route import Route, RouteConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DecodeConfig:
 
     `split_up`, `split_down`: how the two GEMMs share out their items, see `expert_gemm`.
     `capacity`: upper bound of local experts, a multiple of 1024. `n_tiles`: work tiles hold 8 times as
-    many tokens.
+    many tokens. `own_pairs`: most pairs that a program without a routing launch can take, 0: any number.
     """
 
     split_up: int
@@ -40,6 +40,7 @@ class DecodeConfig:
     min_ctas: int = 0
     stages: int = 2
     chunk_tiles: int = 2
+    own_pairs: int = 0
 
     def gemm(self, gated: bool) -> GemmConfig:
         return GemmConfig(
@@ -54,6 +55,10 @@ class DecodeConfig:
             bulk=self.bulk,
             bf16_fma=self.bf16_fma,
             activation=self.activation,
+            capacity=self.capacity,
+            wide_ids=self.wide_ids,
+            mapped=self.mapped,
+            own_pairs=self.own_pairs,
         )
 
 
@@ -61,12 +66,11 @@ class Decode:
     """Host function of a program; compile `__call__` with `cute.compile`."""
 
     def __init__(self, config: DecodeConfig):
-        c = config
-        self.route = Route(RouteConfig(c.capacity, 8 * c.n_tiles, c.wide_ids, c.mapped, c.bulk))
-        self.up = ExpertGemm(c.gemm(gated=True))
-        self.down = ExpertGemm(c.gemm(gated=False))
-        self.combine = Combine(CombineConfig(c.topk, c.bulk))
-        self.topk = c.topk
+        self.c = config
+        self.up = ExpertGemm(config.gemm(gated=True))
+        self.down = ExpertGemm(config.gemm(gated=False))
+        self.route = self.up.route
+        self.combine = Combine(CombineConfig(config.topk, config.gemm(True).route, config.bulk))
 
     @cute.jit
     def __call__(
@@ -97,7 +101,6 @@ class Decode:
         alpha2: Int64,
         entries: Int64,
         pairs: Int64,
-        slots: Int64,
         h: Int64,
         y: Int64,
         partials: Int64,
@@ -107,19 +110,20 @@ class Decode:
     ):
         """x: bf16 [tokens, hidden]; ids [tokens, topk]; router FP32 [tokens, topk]; the rest are addresses."""
         x_address = x.iterator.toint()
-        self.route.launch(
-            ids, tokens * self.topk, expert_map, global_experts, experts, entries, pairs, slots, flags, ctas * (2 * WARPS), stream
-        )
+        topk = Int32(self.c.topk)
+        inputs = (ids, tokens * topk, expert_map, global_experts, experts)
+        if cutlass.const_expr(self.c.own_pairs == 0):
+            self.route.launch(inputs, entries, pairs, stream, self.c.bulk)
         self.up.launch(
-            x_address, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13,
-            entries, pairs, router, h, inner, partials, flags, inner // 16, hidden // 64, Int32(self.topk), ctas, stream,
+            x_address, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13, inputs,
+            entries, pairs, router, h, inner, partials, flags, inner // 16, hidden // 64, topk, ctas, stream,
         )  # fmt: skip
         self.down.launch(
-            h, inner, tiles2, bases2, slices2, starts2, records2, dense2, alpha2,
-            entries, pairs, router, y, hidden, partials, flags + Int64(ctas) * (4 * WARPS), hidden // 32, inner // 64,
-            Int32(self.topk), ctas, stream,
+            h, inner, tiles2, bases2, slices2, starts2, records2, dense2, alpha2, inputs, entries, pairs,
+            router, y, hidden, partials, flags + Int64(ctas) * (4 * WARPS), hidden // 32, inner // 64, topk,
+            ctas, stream,
         )  # fmt: skip
-        self.combine.launch(y, slots, out, tokens, hidden, stream)
+        self.combine.launch(y, inputs, out, tokens, hidden, stream)
 
 
 def compile_decode(config: DecodeConfig, arch: str, options: str = "--enable-tvm-ffi"):
@@ -128,5 +132,5 @@ def compile_decode(config: DecodeConfig, arch: str, options: str = "--enable-tvm
         BFloat16, (cute.sym_int(), cute.sym_int(divisibility=64)), stride_order=(1, 0), assumed_align=16
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
-    numbers = [Int64(0)] * 4 + [Int32(1)] * 5 + [Int64(0)] * 21 + [Int32(1)]
+    numbers = [Int64(0)] * 4 + [Int32(1)] * 5 + [Int64(0)] * 20 + [Int32(1)]
     return cute.compile(Decode(config), x, *numbers, stream, options=f"--gpu-arch {arch} {options}")

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import ptx
+from .route import Route
 
 # FP4 bits read as bf16 are the value times 2^-126; with scales times 2^119 the products are 2^-7 too small
 PRODUCT_FACTOR = 128.0
@@ -39,8 +40,9 @@ class EpilogueConfig:
 class Epilogue:
     """Device code; accumulators are FP32 [4, units], see `ptx.mma_m16n8k16`."""
 
-    def __init__(self, config: EpilogueConfig):
+    def __init__(self, config: EpilogueConfig, route: Route):
         self.c = config
+        self.route = route
 
     @cute.jit
     def targets_of(self, target: Int32, entry: Int32):
@@ -52,20 +54,18 @@ class Epilogue:
 
     @cute.jit
     def write_targets(
-        self, targets: Int32, pairs: Int64, router: Int64, out: Int64, out_stride: Int32, first: Int32,
-        count: Int32, lane: Int32,
+        self, targets: Int32, pairs, router: Int64, out: Int64, out_stride: Int32, first: Int32, count: Int32,
+        lane: Int32,
     ):  # fmt: skip
         """Where each token of the work tile is stored and with which weight, one lane a token."""
         c = self.c
         cute.arch.sync_warp()
         if lane < count and lane < 8 * c.n_tiles:
+            pair = Int64(self.route.pair(pairs, first + lane))
             weight = Float32(1.0)
-            if cutlass.const_expr(c.gated):
-                at = out + Int64(first + lane) * (Int64(out_stride) * 2)
-            else:
-                pair = Int64(ptx.ldg32(pairs + Int64(first + lane) * 4))
+            at = out + pair * (Int64(out_stride) * (2 if c.gated else 4))
+            if cutlass.const_expr(not c.gated):
                 weight = ptx.ldg_f32(router + pair * 4)
-                at = out + pair * (Int64(out_stride) * 4)
             ptx.sts_target(targets + lane * 16, at, weight)
         cute.arch.sync_warp()
 
@@ -98,8 +98,8 @@ class Epilogue:
     @cute.jit
     def finish_run(
         self, acc: cute.Tensor, targets: Int32, lane: Int32, row: Int32, expert: Int32, count: Int32,
-        alpha: Int64, partials: Int64, flags: Int64, worker: Int32, workers: Int32, item: Int32, a: Int32,
-        b: Int32, chunks: Int32, items: Int32,
+        alpha: Int64, partials: Int64, flags: Int64, worker: Int32, runs: tuple, item: Int32, a: Int32,
+        b: Int32, chunks: Int32,
     ):  # fmt: skip
         """A warp that holds the chunks [a, b) of an item: stores it, or leaves its part for the warp with the end.
 
@@ -117,7 +117,7 @@ class Epilogue:
                 ptx.release32(flags + Int64(worker) * 4, Uint32(1))
         else:
             if a > 0:
-                self.add_parts(acc, partials, flags, worker, workers, item, chunks, items, lane)
+                self.add_parts(acc, partials, flags, worker, runs, item, chunks, lane)
             alphas = self.alphas(alpha, expert)
             for u in cutlass.range_constexpr(c.units):
                 values = (acc[0, u], acc[1, u], acc[2, u], acc[3, u])
@@ -125,15 +125,16 @@ class Epilogue:
 
     @cute.jit
     def add_parts(
-        self, acc: cute.Tensor, partials: Int64, flags: Int64, worker: Int32, workers: Int32, item: Int32,
-        chunks: Int32, items: Int32, lane: Int32,
+        self, acc: cute.Tensor, partials: Int64, flags: Int64, worker: Int32, runs: tuple, item: Int32,
+        chunks: Int32, lane: Int32,
     ):  # fmt: skip
-        """acc = the parts of the warps before this one, in order, plus acc."""
+        """acc = the parts of the warps before this one, in order, plus acc; frees their flags."""
         c = self.c
-        total = Int64(items) * Int64(chunks)
-        # The worker w with w * total // workers <= start < (w + 1) * total // workers
-        start = Int64(item) * Int64(chunks)
-        owner = Int32(((start + 1) * Int64(workers) - 1) // total)
+        run, longer = runs
+        start = item * chunks
+        owner = start // (run + 1)
+        if owner >= longer:
+            owner = longer + (start - longer * (run + 1)) // run
         own = cute.make_rmem_tensor((4, c.units), Float32)
         for u in cutlass.range_constexpr(c.units):
             for i in cutlass.range_constexpr(4):
@@ -149,6 +150,8 @@ class Epilogue:
                 part = ptx.ldg_f32x4_uncached(other + u * 512)
                 for i in cutlass.range_constexpr(4):
                     acc[i, u] = acc[i, u] + part[i]
+            if lane == 0:
+                ptx.stg32(flags + Int64(w) * 4, Uint32(0))
         for u in cutlass.range_constexpr(c.units):
             for i in cutlass.range_constexpr(4):
                 acc[i, u] = acc[i, u] + own[i, u]

@@ -27,6 +27,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from .. import layout, ptx
 from .dequant import QUEUE_BYTES, Dequant
 from .epilogue import Epilogue, EpilogueConfig
+from .route import THREADS as ROUTE_THREADS
+from .route import Route, RouteConfig
 from .stream import Stream, StreamConfig
 
 WARPS = 8
@@ -49,6 +51,10 @@ class GemmConfig:
     bf16_fma: bool = False
     min_ctas: int = 0
     activation: str = "silu"
+    capacity: int = 1024
+    wide_ids: bool = False
+    mapped: bool = False
+    own_pairs: int = 0  # up to so many pairs a CTA routes for itself; 0: the tables come from a launch
 
     @property
     def stream(self) -> StreamConfig:
@@ -59,6 +65,17 @@ class GemmConfig:
         return EpilogueConfig(self.gated, self.n_tiles, self.blocks, self.split, self.activation)
 
     @property
+    def route(self) -> RouteConfig:
+        shared = self.own_pairs > 0
+        threads = THREADS if shared else ROUTE_THREADS
+        return RouteConfig(self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, shared, threads)
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory for work tiles (no more than pairs) and pairs."""
+        return 8 * (1 + self.own_pairs) + 4 * self.own_pairs + 4 if self.own_pairs else 0
+
+    @property
     def queue_bytes(self) -> int:
         """Shared memory for one warp's exceptions of a slice."""
         return self.blocks * 32 * QUEUE_BYTES
@@ -66,7 +83,8 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         per_warp = self.stream.shared_bytes + self.queue_bytes + self.epilogue.partial_bytes
-        return WARPS * per_warp + WARPS // self.split * self.epilogue.target_bytes
+        working = WARPS * per_warp + WARPS // self.split * self.epilogue.target_bytes
+        return max(working, self.route.scratch_bytes) + -(-self.table_bytes // 16) * 16
 
 
 class ExpertGemm:
@@ -75,22 +93,23 @@ class ExpertGemm:
     def __init__(self, config: GemmConfig):
         self.c = config
         self.dequant = Dequant(config.native, config.bf16_fma)
-        self.stream = Stream(config.stream)
-        self.epilogue = Epilogue(config.epilogue)
+        self.route = Route(config.route)
+        self.stream = Stream(config.stream, self.route)
+        self.epilogue = Epilogue(config.epilogue, self.route)
 
     @cute.jit
     def launch(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        records: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64, router: Int64, out: Int64,
-        out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64, router: Int64,
+        out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`.
 
-        `partials`: FP32 [8 * ctas, 64 * blocks * n_tiles * 4], `flags`: int32 [8 * ctas], zero.
+        `partials`: FP32 [8 * ctas, units * 128]; `flags`: int32 [8 * ctas], zero before and after.
         """
         self.kernel(
-            x, x_stride, tiles, bases, slices, starts, records, dense, alpha, entries, pairs, router, out,
+            x, x_stride, tiles, bases, slices, starts, records, dense, alpha, inputs, entries, pairs, router, out,
             out_stride, partials, flags, row_blocks, k_tiles, topk,
         ).launch(
             grid=[ctas, 1, 1],
@@ -104,8 +123,8 @@ class ExpertGemm:
     @cute.kernel
     def kernel(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        records: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64, router: Int64, out: Int64,
-        out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64, router: Int64,
+        out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
     ):  # fmt: skip
         c = self.c
         sc = c.stream
@@ -118,27 +137,33 @@ class ExpertGemm:
         member = warp % c.split
         team = warp // c.split
 
-        # ---- shared memory: rings, their barriers, queues, partial sums, targets
+        # ---- shared memory: rings, their barriers, queues, partial sums, targets, tables of the routing
         shared = cutlass.memory.SmemAllocator().allocate_array(Uint32, c.shared_bytes // 4, byte_alignment=128)
         base = Int32(shared.toint())
         ring = base + warp * (c.stages * sc.slot_bytes)
         bars = base + WARPS * c.stages * sc.slot_bytes + warp * (c.stages * 8)
         queues = base + WARPS * sc.shared_bytes + warp * c.queue_bytes
         partial = base + WARPS * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
-        target = base + c.shared_bytes - (team + 1) * c.epilogue.target_bytes
-        self.stream.init_barriers(bars, lane)
+        tables = base + c.shared_bytes - cutlass.const_expr(-(-c.table_bytes // 16) * 16)
+        target = tables - (team + 1) * c.epilogue.target_bytes
         if cutlass.const_expr(c.bulk):
-            # GEMM1 waits for the routing. GEMM2 starts when every CTA of GEMM1 has seen it, so it may
-            # stream weights before GEMM1 ends.
+            # GEMM1 waits for what its tokens and ids come from. GEMM2 starts when every CTA of GEMM1 has
+            # seen that, so it may route and stream weights before GEMM1 ends.
             if cutlass.const_expr(c.gated):
                 ptx.wait_for_predecessor()
             ptx.dependents_may_start()
+        if cutlass.const_expr(c.own_pairs > 0):
+            entries = tables
+            pairs = tables + 8 * (1 + c.own_pairs)
+            self.route.build(inputs, base, entries, pairs, tid)
+            cute.arch.sync_threads()
+        self.stream.init_barriers(bars, lane)
 
         # ---- what is ours
         tile_items = row_blocks // blocks
-        items = Int32(ptx.ldg32(entries)) * tile_items
+        items = self.route.count(entries) * tile_items
         chunks = (k_tiles + (c.chunk_tiles - 1)) // c.chunk_tiles
-        workers, worker, share = self.share_out(items, chunks, grid, bid, warp, member, team)
+        runs, worker, share = self.share_out(items, chunks, grid, bid, warp, member, team)
         first, last, _, _, _, _ = share
         policy = Int64(0)
         if cutlass.const_expr(c.bulk):
@@ -171,9 +196,7 @@ class ExpertGemm:
             low = entry * tile_items
             if low < first:
                 low = first
-            e_expert, e_first, e_count, _ = ptx.ldg128(entries + 16 + Int64(entry) * 16)
-            expert = Int32(e_expert)
-            count = Int32(e_count)
+            expert, first_slot, count = self.route.entry(entries, entry)
             origin = expert * row_blocks - entry * (tile_items * blocks)  # row block of item 0, were it here
             start_words = ptx.ldg128(starts + Int64(expert) * 16)
             record0 = start_words[0]
@@ -191,11 +214,11 @@ class ExpertGemm:
             first_tile = a * c.chunk_tiles
             if a == b:
                 first_tile = Int32(0)  # a member without a part of K must not read behind the rows
-            self.token_rows(rows, x, x_stride, pairs, Int32(e_first), count, topk, lane, first_tile)
+            self.token_rows(rows, x, x_stride, pairs, first_slot, count, topk, lane, first_tile)
             self.load_tokens(xs, 0, rows)
             targets = self.epilogue.targets_of(target, entry)
             if member == 0:
-                self.epilogue.write_targets(targets, pairs, router, out, out_stride, Int32(e_first), count, lane)
+                self.epilogue.write_targets(targets, pairs, router, out, out_stride, first_slot, count, lane)
 
             for n in cutlass.range(item - low + 1, unroll=1):
                 here = item - n
@@ -257,8 +280,8 @@ class ExpertGemm:
                     self.epilogue.finish_team(acc, partial, targets, team, member, lane, row, expert, count, alpha)
                 else:
                     self.epilogue.finish_run(
-                        acc, targets, lane, row, expert, count, alpha, partials, flags, worker, workers,
-                        here, a, b, chunks, items,
+                        acc, targets, lane, row, expert, count, alpha, partials, flags, worker, runs,
+                        here, a, b, chunks,
                     )  # fmt: skip
             item = low - 1
 
@@ -266,56 +289,51 @@ class ExpertGemm:
     def share_out(
         self, items: Int32, chunks: Int32, grid: Int32, bid: Int32, warp: Int32, member: Int32, team: Int32
     ):
-        """Workers in all, our number, and our share (see `Stream`); an empty share has last < first."""
+        """How the sequence is cut (`run`, `longer`: the first `longer` runs are one chunk longer than `run`),
+        our number, and our share (see `Stream`); an empty share has last < first."""
         c = self.c
         if cutlass.const_expr(c.split == 1):
             # Neighbours in the sequence are neighbours on an SM: they use the same tokens. A warp only
             # ever waits for lower numbers, that is for CTAs that started before its own.
-            total = Int64(items) * Int64(chunks)
-            workers = Int64(grid * WARPS)
+            total = items * chunks
+            workers = grid * WARPS
             if total < workers * LEAST_CHUNKS:
                 workers = (total + (LEAST_CHUNKS - 1)) // LEAST_CHUNKS
-            active = Int32((workers + Int64(grid - 1)) // Int64(grid))
+            active = (workers + grid - 1) // grid
             worker = bid * active + warp
-            if warp >= active:
-                worker = Int32(workers)
             first = Int32(0)
             last = Int32(-1)
             a_first = Int32(0)
             b_last = chunks
-            if Int64(worker) < workers:
-                begin = Int64(worker) * total // workers
-                end = Int64(worker + 1) * total // workers
-                first = Int32(begin // Int64(chunks))
-                last = Int32((end - 1) // Int64(chunks))
-                a_first = Int32(begin - Int64(first) * Int64(chunks))
-                b_last = Int32(end - Int64(last) * Int64(chunks))
-            share = (first, last, a_first, Int32(0), b_last, chunks)
-            return Int32(workers), worker, share
+            run = Int32(0)
+            longer = Int32(0)
+            if warp < active and worker < workers:
+                run = total // workers
+                longer = total - run * workers
+                begin = worker * run + cutlass.min(worker, longer)
+                end = (worker + 1) * run + cutlass.min(worker + 1, longer)
+                first = begin // chunks
+                last = (end - 1) // chunks
+                a_first = begin - first * chunks
+                b_last = end - last * chunks
+            return (run, longer), worker, (first, last, a_first, Int32(0), b_last, chunks)
         teams = grid * (WARPS // c.split)
         mine = team * grid + bid
-        first = mine
-        last = mine
-        if items > teams:
-            first = Int32(Int64(mine) * Int64(items) // Int64(teams))
-            last = Int32(Int64(mine + 1) * Int64(items) // Int64(teams)) - 1
-        if first >= items:
-            last = first - 1
+        each = items // teams
+        more = items - each * teams
+        first = mine * each + cutlass.min(mine, more)
+        last = (mine + 1) * each + cutlass.min(mine + 1, more) - 1
         part = (chunks + (c.split - 1)) // c.split
-        a = member * part
-        b = a + part
-        if a > chunks:
-            a = chunks
-        if b > chunks:
-            b = chunks
-        return teams, mine, (first, last, a, a, b, b)
+        a = cutlass.min(member * part, chunks)
+        b = cutlass.min(member * part + part, chunks)
+        return (Int32(0), Int32(0)), mine, (first, last, a, a, b, b)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     @cute.jit
     def token_rows(
-        self, rows: cute.Tensor, x: Int64, x_stride: Int32, pairs: Int64, first: Int32, count: Int32,
-        topk: Int32, lane: Int32, tile: Int32,
+        self, rows: cute.Tensor, x: Int64, x_stride: Int32, pairs, first: Int32, count: Int32, topk: Int32,
+        lane: Int32, tile: Int32,
     ):  # fmt: skip
         """Byte addresses of this lane's 16 columns of each of its tokens, at the first tile."""
         for j in cutlass.range_constexpr(self.c.n_tiles):
@@ -323,9 +341,9 @@ class ExpertGemm:
             # Columns beyond the work tile repeat its first token; what they give is never stored.
             if n >= count:
                 n = Int32(0)
-            row = first + n
+            row = self.route.pair(pairs, first + n)
             if cutlass.const_expr(self.c.gated):
-                row = Int32(ptx.ldg32(pairs + Int64(row) * 4)) // topk
+                row = row // topk
             rows[j] = x + Int64(row) * (Int64(x_stride) * 2) + Int64(tile * 128 + lane % 4 * 32)
 
     @cute.jit

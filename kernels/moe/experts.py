@@ -73,11 +73,13 @@ def prepare(
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch of one call, shared by all layers of a geometry; contents do not outlive the call."""
+    """Scratch of one call, shared by all layers of a geometry.
+
+    Contents do not outlive the call, except that `flags` are zero before and after it.
+    """
 
     entries: torch.Tensor
     pairs: torch.Tensor
-    slots: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor
     partials: torch.Tensor
@@ -94,17 +96,16 @@ class Workspace:
             return torch.empty(n, dtype=torch.int32, device=device)
 
         return cls(
-            entries=ints(4 * (1 + pairs)),
+            entries=ints(2 * (1 + pairs)),
             pairs=ints(pairs),
-            slots=ints(pairs),
             h=torch.empty(pairs, inner, dtype=torch.bfloat16, device=device),
             y=torch.empty(pairs, hidden, dtype=torch.float32, device=device),
             partials=torch.empty(workers, units * 128, dtype=torch.float32, device=device),
-            flags=ints(2 * workers),
+            flags=torch.zeros(2 * workers, dtype=torch.int32, device=device),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.entries, self.pairs, self.slots, self.h, self.y, self.partials, self.flags)
+        return (self.entries, self.pairs, self.h, self.y, self.partials, self.flags)
 
 
 def run(

@@ -1,15 +1,17 @@
-"""Routing: from top-k expert ids to work tiles of the grouped GEMMs.
+"""Routing: from top-k expert ids to the work tiles of the grouped GEMMs.
 
-One CTA counts the pairs (token, k) of each local expert, and writes
+One CTA counts the pairs (token, k) of each local expert and writes two tables:
 
-    entries  int32 [1 + n, 4]  word 0 = n; then expert, first slot, tokens (<= tile), 0 of each work tile,
-                               ordered by expert
+    entries  int32 [1 + n, 2]  word 0 of the first row = n; then of each work tile, ordered by expert:
+                               expert, first slot << 8 | tokens (<= tile)
     pairs    int32 [P]         slot -> pair; the slots of an expert are consecutive
-    slots    int32 [P]         pair -> slot, -1 where no local expert takes the pair
+
+For few tokens every CTA of a GEMM does this for itself in shared memory (`shared`), which costs less than
+a launch; for many, one launch does it for both GEMMs in global memory.
 
 Ids outside 0 .. experts - 1 and ids whose map entry is negative take no slot. Which slot a pair gets
 within its expert may differ from run to run; no result depends on it, since a token's column of an MMA
-is computed from that column alone.
+is computed from that column alone and everything else is indexed by pair.
 """
 
 from dataclasses import dataclass
@@ -22,95 +24,141 @@ from cutlass import Int32, Int64, Uint32
 from .. import ptx
 
 THREADS = 1024
-WARPS = THREADS // 32
 
 
 @dataclass(frozen=True)
 class RouteConfig:
-    """`capacity`: upper bound of local experts, a multiple of 1024. `tile`: most tokens of a work tile."""
+    """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile."""
 
     capacity: int
     tile: int
     wide_ids: bool
     mapped: bool
-    pdl: bool = True
+    shared: bool
+    threads: int = THREADS
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Shared memory while routing: a counter for each expert, then the warps' totals."""
+        return 4 * self.capacity + 4 * self.threads // 32
 
 
 class Route:
-    """Device code of one routing program."""
+    """Device code. `inputs`: ids, pairs in all, expert map, global and local experts."""
 
     def __init__(self, config: RouteConfig):
+        if config.capacity % config.threads:
+            raise ValueError(f"capacity is {config.capacity}; expected a multiple of {config.threads}")
         self.c = config
 
     @cute.jit
-    def launch(
-        self, ids: Int64, count: Int32, expert_map: Int64, global_experts: Int32, experts: Int32,
-        entries: Int64, pairs: Int64, slots: Int64, flags: Int64, flag_count: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """`flags`: int32 [flag_count], set to zero for the GEMMs."""
-        self.kernel(
-            ids, count, expert_map, global_experts, experts, entries, pairs, slots, flags, flag_count
-        ).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.c.pdl
+    def launch(self, inputs: tuple, entries: Int64, pairs: Int64, stream: cuda.CUstream, pdl: cutlass.Constexpr):
+        """Enqueues the routing into global memory."""
+        ids, count, expert_map, global_experts, experts = inputs
+        self.kernel(ids, count, expert_map, global_experts, experts, entries, pairs, pdl).launch(
+            grid=[1, 1, 1], block=[self.c.threads, 1, 1], stream=stream, use_pdl=pdl
         )
 
     @cute.kernel
     def kernel(
         self, ids: Int64, count: Int32, expert_map: Int64, global_experts: Int32, experts: Int32,
-        entries: Int64, pairs: Int64, slots: Int64, flags: Int64, flag_count: Int32,
+        entries: Int64, pairs: Int64, pdl: cutlass.Constexpr,
     ):  # fmt: skip
-        c = self.c
         tid, _, _ = cute.arch.thread_idx()
-        shared = cutlass.memory.SmemAllocator().allocate_array(Uint32, c.capacity + 2 * WARPS, byte_alignment=16)
-        counts = Int32(shared.toint())
-        totals = counts + c.capacity * 4
-        if cutlass.const_expr(c.pdl):
+        words = cutlass.const_expr(self.c.scratch_bytes // 4)
+        scratch = Int32(cutlass.memory.SmemAllocator().allocate_array(Uint32, words, byte_alignment=16).toint())
+        if cutlass.const_expr(pdl):
             ptx.wait_for_predecessor()
             ptx.dependents_may_start()
-        for f in cutlass.range(tid, flag_count, THREADS):
-            ptx.stg32(flags + Int64(f) * 4, Uint32(0))
-        for e in cutlass.range(tid, c.capacity, THREADS):
-            ptx.sts32(counts + e * 4, Uint32(0))
+        self.build((ids, count, expert_map, global_experts, experts), scratch, entries, pairs, tid)
+
+    @cute.jit
+    def build(self, inputs: tuple, scratch: Int32, entries, pairs, tid: Int32):
+        """Fills the tables; called by all threads of a CTA, which must synchronise before they read them."""
+        c = self.c
+        ids, count, expert_map, global_experts, experts = inputs
+        totals = scratch + c.capacity * 4
+        for e in cutlass.range_constexpr(c.capacity // c.threads):
+            ptx.sts32(scratch + (e * c.threads + tid) * 4, Uint32(0))
         cute.arch.sync_threads()
-        for p in cutlass.range(tid, count, THREADS):
+        for p in cutlass.range(tid, count, c.threads, unroll=1):
             e = self.local_expert(ids, p, expert_map, global_experts, experts)
             if e >= 0:
-                ptx.atom_add_shared(counts + e * 4, Uint32(1))
+                ptx.atom_add_shared(scratch + e * 4, Uint32(1))
         cute.arch.sync_threads()
 
         # Each thread owns consecutive experts; exclusive sums of their tokens and of their work tiles.
-        share = cutlass.const_expr(c.capacity // THREADS)
+        share = cutlass.const_expr(c.capacity // c.threads)
+        mine = [Int32(ptx.lds32(scratch + (tid * share + i) * 4)) for i in range(share)]
         tokens = Int32(0)
         tiles = Int32(0)
         for i in cutlass.range_constexpr(share):
-            n = Int32(ptx.lds32(counts + (tid * share + i) * 4))
-            tokens += n
-            tiles += (n + (c.tile - 1)) // c.tile
-        before_tokens, _ = self.exclusive_sum(tokens, totals, tid)
-        before_tiles, all_tiles = self.exclusive_sum(tiles, totals + WARPS * 4, tid)
+            tokens += mine[i]
+            tiles += (mine[i] + (c.tile - 1)) // c.tile
+        tokens, _ = self.exclusive_sum(tokens, totals, tid)
+        tiles, all_tiles = self.exclusive_sum(tiles, totals, tid)
         for i in cutlass.range_constexpr(share):
             e = tid * share + i
-            n = Int32(ptx.lds32(counts + e * 4))
             # The count becomes the cursor from which the expert's pairs take their slots.
-            ptx.sts32(counts + e * 4, Uint32(before_tokens))
-            for t in cutlass.range((n + (c.tile - 1)) // c.tile, unroll=1):
-                size = n - t * c.tile
+            ptx.sts32(scratch + e * 4, Uint32(tokens))
+            for t in cutlass.range((mine[i] + (c.tile - 1)) // c.tile, unroll=1):
+                size = mine[i] - t * c.tile
                 if size > c.tile:
                     size = Int32(c.tile)
-                address = entries + 16 + Int64(before_tiles + t) * 16
-                ptx.stg128(address, Uint32(e), Uint32(before_tokens + t * c.tile), Uint32(size), Uint32(0))
-            before_tokens += n
-            before_tiles += (n + (c.tile - 1)) // c.tile
+                self.put2(entries, 1 + tiles + t, Uint32(e), Uint32((tokens + t * c.tile) << 8 | size))
+            tokens += mine[i]
+            tiles += (mine[i] + (c.tile - 1)) // c.tile
         if tid == 0:
-            ptx.stg128(entries, Uint32(all_tiles), Uint32(0), Uint32(0), Uint32(0))
+            self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
         cute.arch.sync_threads()
-        for p in cutlass.range(tid, count, THREADS):
+        for p in cutlass.range(tid, count, c.threads, unroll=1):
             e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            slot = Int32(-1)
             if e >= 0:
-                slot = Int32(ptx.atom_add_shared(counts + e * 4, Uint32(1)))
-                ptx.stg32(pairs + Int64(slot) * 4, Uint32(p))
-            ptx.stg32(slots + Int64(p) * 4, Uint32(slot))
+                slot = Int32(ptx.atom_add_shared(scratch + e * 4, Uint32(1)))
+                if cutlass.const_expr(c.shared):
+                    ptx.sts32(pairs + slot * 4, Uint32(p))
+                else:
+                    ptx.stg32(pairs + Int64(slot) * 4, Uint32(p))
+
+    @cute.jit
+    def put2(self, table, index: Int32, a: Uint32, b: Uint32):
+        if cutlass.const_expr(self.c.shared):
+            ptx.sts64(table + index * 8, a, b)
+        else:
+            ptx.stg64(table + Int64(index) * 8, a, b)
+
+    # ---- reading the tables ----------------------------------------------------------------------
+
+    @cute.jit
+    def count(self, entries):
+        """Number of work tiles."""
+        n, _ = self.entry_words(entries, Int32(0))
+        return Int32(n)
+
+    @cute.jit
+    def entry(self, entries, index: Int32):
+        """Expert, first slot and tokens of a work tile."""
+        expert, packed = self.entry_words(entries, index + 1)
+        return Int32(expert), Int32(packed >> Uint32(8)), Int32(packed & Uint32(255))
+
+    @cute.jit
+    def entry_words(self, entries, index: Int32):
+        if cutlass.const_expr(self.c.shared):
+            a, b = ptx.lds64(entries + index * 8)
+        else:
+            a, b = ptx.ldg64(entries + Int64(index) * 8)
+        return a, b
+
+    @cute.jit
+    def pair(self, pairs, slot: Int32):
+        """The pair in a slot."""
+        if cutlass.const_expr(self.c.shared):
+            found = ptx.lds32(pairs + slot * 4)
+        else:
+            found = ptx.ldg32(pairs + Int64(slot) * 4)
+        return Int32(found)
+
+    # ---- parts -----------------------------------------------------------------------------------
 
     @cute.jit
     def local_expert(self, ids: Int64, pair: Int32, expert_map: Int64, global_experts: Int32, experts: Int32):
@@ -137,6 +185,7 @@ class Route:
     @cute.jit
     def exclusive_sum(self, value: Int32, totals: Int32, tid: Int32):
         """The sum of the values of all threads before this one, and of all threads."""
+        warps = cutlass.const_expr(self.c.threads // 32)
         lane = tid % 32
         warp = tid // 32
         inclusive = value
@@ -144,10 +193,13 @@ class Route:
             other = cute.arch.shuffle_sync_up(inclusive, 1 << i, mask_and_clamp=0)
             if lane >= (1 << i):
                 inclusive += other
+        cute.arch.sync_threads()  # an earlier sum may still be read
         if lane == 31:
             ptx.sts32(totals + warp * 4, Uint32(inclusive))
         cute.arch.sync_threads()
-        mine = Int32(ptx.lds32(totals + lane * 4))
+        mine = Int32(0)
+        if lane < warps:
+            mine = Int32(ptx.lds32(totals + lane * 4))
         sums = mine
         for i in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(sums, 1 << i, mask_and_clamp=0)

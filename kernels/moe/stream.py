@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import layout, ptx
+from .route import Route
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Stream:
     expert, tiles along K, bytes of a row block, L2 policy. `share`: first and last item, first chunk in
     the first and in the other items, last chunk of the last and of the other items."""
 
-    def __init__(self, config: StreamConfig):
+    def __init__(self, config: StreamConfig, route: Route):
         self.c = config
+        self.route = route
 
     @cute.jit
     def init_barriers(self, bars: Int32, lane: Int32):
@@ -99,7 +101,7 @@ class Stream:
         """Address of a chunk of an item's first row block."""
         tiles, entries, row_blocks, tile_items, _, block_bytes, _ = geometry
         entry = item // tile_items
-        expert = Int32(ptx.ldg32(entries + 16 + Int64(entry) * 16))
+        expert, _, _ = self.route.entry(entries, entry)
         block = Int64(expert) * Int64(row_blocks) + Int64((item - entry * tile_items) * self.c.blocks)
         return tiles + block * block_bytes + Int64(chunk * (self.c.chunk_tiles * self.c.tile_bytes))
 
