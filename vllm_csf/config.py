@@ -35,12 +35,12 @@ class CsfNvfp4Config(QuantizationConfig):
     ) -> str | None:
         """Asked for every model that is served: claims CSF checkpoints, and what the user gives us."""
         encodings = declared_encodings(hf_quant_cfg)
+        if unknown := encodings - {ENCODING}:
+            raise ValueError(
+                f"{ENCODING_KEY} is {', '.join(map(repr, sorted(unknown)))}, expected {ENCODING!r}"
+            )
         model = str(getattr(hf_config, "name_or_path", None) or "")
-        if user_quant == cls.NAME or ENCODING in encodings or checkpoint_of(model) != model:
-            if unknown := encodings - {ENCODING}:
-                raise ValueError(
-                    f"{ENCODING_KEY} is {', '.join(map(repr, sorted(unknown)))}, expected {ENCODING!r}"
-                )
+        if user_quant == cls.NAME or encodings or checkpoint_of(model) != model:
             return cls.NAME
         return None
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .kernels import reference
@@ -140,7 +141,7 @@ class Intake:
         if filled.shape != target.shape:
             target.zero_()
         if filled.numel():
-            filled.copy_(block.view(torch.uint8).contiguous())
+            _copy_bytes(filled, block.view(torch.uint8))
 
     def _on_global_scale(self, param: torch.Tensor, loaded: torch.Tensor, name: str, key: Key) -> None:
         local, shard = key
@@ -213,7 +214,7 @@ class Intake:
             self._exceptions[key] = torch.empty(0, dtype=torch.int32, device="cpu")
             return
         plane = codec.pad_plane(plane, *self.shape.local_plane(shard))
-        target.copy_(plane.fixed)
+        _copy_bytes(target, plane.fixed)
         self._exceptions[key] = plane.exceptions.view(torch.int32)
 
     def _plane_of_scale(self, loaded: torch.Tensor, name: str, shard: str) -> Plane | None:
@@ -298,6 +299,14 @@ class Intake:
                     "start the server anew to serve them"
                 )
         return room
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.device.type == "cpu":
+        # On this thread: torch's pool waits for its slowest thread, tens of times longer on busy cores.
+        np.copyto(target.numpy(), source.cpu().numpy())
+    else:
+        target.copy_(source.contiguous())
 
 
 def _check(name: str, loaded: torch.Tensor, shape: tuple[int, int], width: int) -> None:

@@ -69,12 +69,22 @@ class Checkpoint:
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, dialect=MODELOPT, streams=True, rank=0, ranks=1, width=WIDTH, mine=range(EXPERTS)):
+    def __init__(
+        self,
+        dialect=MODELOPT,
+        streams=True,
+        rank=0,
+        ranks=1,
+        width=WIDTH,
+        mine=range(EXPERTS),
+        hidden=HIDDEN,
+        module=MODULE,
+    ) -> None:
         super().__init__()
         self.dialect = dialect
         local = {expert: i for i, expert in enumerate(mine)}
         part = extent(width, rank, ranks, "layer")
-        shape = LayerShape(MODULE, len(local), HIDDEN, width, part, gated=True)
+        shape = LayerShape(module, len(local), hidden, width, part, gated=True)
         self.intake = Intake(self, shape, lambda e: local.get(e, -1), dialect.global_scale_divides)
         register_parameters(self, self.intake, dialect, streams, never_complete=1 << 40)
 

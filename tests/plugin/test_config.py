@@ -103,9 +103,10 @@ def test_the_flag_claims_plain_checkpoints(config: Any) -> None:
 
 
 def test_unknown_encodings_are_refused() -> None:
-    layers = {PREFIX: CSF_LAYERS[PREFIX], "model.layers.1.mlp.experts": {"weight_scale_encoding": "csf2"}}
-    with pytest.raises(ValueError, match="weight_scale_encoding is 'csf2', expected 'csf'"):
-        claim(MIXED | {"quantized_layers": layers})
+    other = {"model.layers.1.mlp.experts": {"weight_scale_encoding": "csf2"}}
+    for layers in (other, CSF_LAYERS | other):
+        with pytest.raises(ValueError, match="weight_scale_encoding is 'csf2', expected 'csf'"):
+            claim(MIXED | {"quantized_layers": layers})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,54 @@ def test_expert_parallel_ranks_read_their_share(tmp_path: Path, opened: list) ->
     model = write(tmp_path, checkpoint, streams=False)
     deliver(model, Layer(streams=False, mine=[2]))
     assert opened[-1].bytes_read / bytes_of_experts(checkpoint) == pytest.approx(1 / EXPERTS, rel=0.05)
+
+
+def own_memory() -> int:
+    """Bytes of anonymous memory of this process: not what is mapped from files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("streams", [True, False])
+def test_host_memory_stays_below_two_layers_over_what_is_resident(tmp_path: Path, streams: bool) -> None:
+    layers, hidden, width = 6, 1024, 1024
+    shapes = {"w1": (width, hidden), "w3": (width, hidden), "w2": (hidden, width)}
+    modules = [f"model.layers.{i}.mlp.experts" for i in range(layers)]
+    rng = np.random.default_rng(0)
+    for number, module in enumerate(modules):
+        tensors = {}
+        for expert, (shard, (rows, cols)) in itertools.product(range(EXPERTS), shapes.items()):
+            name = f"{module}.{expert}.{SHARDS[shard]}"
+            scale = torch.from_numpy(rng.integers(40, 58, (rows, cols // 16), dtype=np.uint8))
+            weight = torch.from_numpy(rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8))
+            tensors |= {f"{name}.weight": weight, f"{name}.weight_scale_2": torch.tensor(0.1)}
+            plane = codec.encode(scale)
+            tensors |= (
+                {f"{name}.weight_scale" + codec.NVFP4.fixed_suffix: plane.fixed}
+                | {f"{name}.weight_scale" + codec.NVFP4.exceptions_suffix: plane.exceptions}
+                if streams
+                else {f"{name}.weight_scale": scale.view(torch.float8_e4m3fn)}
+            )
+        save_file(tensors, tmp_path / f"model-{number}.safetensors")
+        one_layer = sum(t.nbytes for t in tensors.values())
+    (tmp_path / "config.json").write_text("{}")
+    del tensors
+    made = {m: Layer(streams=False, width=width, hidden=hidden, module=m) for m in modules}
+    for layer in made.values():
+        for parameter in layer.parameters():
+            parameter.data.fill_(1)  # so that what is resident in the end counts from the start
+    before, peak, shard_of = own_memory(), 0, {name: shard for shard, name in SHARDS.items()}
+    for name, tensor in weights(str(tmp_path)):
+        module, expert, projection, suffix = name.rsplit(".", 3)
+        shard = shard_of[projection]
+        made[module].receive("w2" if shard == "w2" else "w13", suffix, tensor, shard, int(expert))
+        peak = max(peak, own_memory() - before)
+    assert peak < 2 * one_layer
+    for layer in made.values():
+        layer.finish()
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, opened: list) -> None:
