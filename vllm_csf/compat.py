@@ -46,7 +46,7 @@ __all__ = [
     "is_first_tensor_rank",
     "load_format",
     "local_expert",
-    "modelopt_experts",
+    "modelopt_method",
     "refusals",
     "set_weight_attrs",
 ]
@@ -100,8 +100,8 @@ def activation_of(moe: Any) -> Activation:
     return Activation(kind.value.removesuffix("_no_mul"), gated=kind.is_gated, limit=limit)
 
 
-def modelopt_experts(layer: RoutedExperts, prefix: str, algorithm: str) -> Any:
-    """The method of stock vLLM for experts of one ModelOpt format."""
+def modelopt_method(layer: RoutedExperts, prefix: str, algorithm: str) -> Any:
+    """The method of stock vLLM for a layer in one ModelOpt format."""
     recipe = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {prefix: {"quant_algo": algorithm}}}
     return ModelOptMixedPrecisionConfig.from_config(recipe).get_quant_method(layer, prefix)
 

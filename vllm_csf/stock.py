@@ -16,7 +16,7 @@ from .config import declared_encodings
 from .experts import CsfMoEMethod
 from .parameters import COMPRESSED_TENSORS, MODELOPT, Dialect
 from .report import ledger_of
-from .stored import ExpertsKind, Stored, read_stored
+from .stored import PLAIN, ExpertsKind, Stored, read_stored
 
 
 class _NvFp4ExpertsCompressed:
@@ -38,16 +38,15 @@ class _NvFp4ExpertsCompressed:
         self.csf_stored = read_stored(model_name, revision)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        stored = self.csf_stored
         if isinstance(layer, compat.RoutedExperts):
             return self._experts_method(layer, prefix)
-        if (
-            stored is not None
-            and isinstance(layer, (compat.LinearBase, compat.ParallelLMHead))
-            and self._declares_nvfp4(layer, prefix)
-            and stored.is_plain_linear(prefix, self.packed_modules_mapping)
-        ):
-            return compat.UnquantizedLinearMethod()
+        linear = isinstance(layer, (compat.LinearBase, compat.ParallelLMHead))
+        if linear and self.csf_stored and self._declares_nvfp4(layer, prefix):
+            algorithm = self.csf_stored.linear_algorithm(prefix, self.packed_modules_mapping)
+            if algorithm == PLAIN:
+                return compat.UnquantizedLinearMethod()
+            if algorithm is not None:
+                return compat.modelopt_method(layer, prefix, algorithm)
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
     def _experts_method(self, layer: Any, prefix: str) -> Any:
@@ -59,13 +58,19 @@ class _NvFp4ExpertsCompressed:
             ledger = ledger_of(self, speaks=compat.is_first_tensor_rank())
             if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
                 return CsfMoEMethod(layer, MODELOPT, False, ledger)
-            return CsfMoEMethod(layer, self.csf_dialect, kind is ExpertsKind.CSF, ledger)
+            return CsfMoEMethod(layer, self._dialect(prefix), kind is ExpertsKind.CSF, ledger)
         if kind is ExpertsKind.UNQUANTIZED:
             return compat.UnquantizedFusedMoEMethod(layer.moe_config)
         if kind is ExpertsKind.OTHER and declared:
             assert self.csf_stored is not None
-            return compat.modelopt_experts(layer, prefix, self.csf_stored.modelopt_algorithm(prefix))
+            return compat.modelopt_method(layer, prefix, self.csf_stored.experts_algorithm(prefix))
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+
+    def _dialect(self, prefix: str) -> Dialect:
+        """By the names that are stored: a converted checkpoint may keep those of compressed-tensors."""
+        if self.csf_stored is None or self.csf_stored.experts(prefix) is None:
+            return self.csf_dialect
+        return COMPRESSED_TENSORS if self.csf_stored.has_packed_names(prefix) else MODELOPT
 
     def _declares_nvfp4(self, layer: Any, prefix: str) -> bool:
         """Whether the checkpoint's recipe says that this layer is NVFP4."""

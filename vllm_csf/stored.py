@@ -22,6 +22,8 @@ from .loaders import names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PLAIN = "plain"
+_GLOBAL_SCALES = {"weight_scale_2", "weight_global_scale"}
 _LAYER = re.compile(r"(mtp\.)?layers\.\d+\.")
 CONTAINER_METADATA = "metadata"
 CONTAINER_MANIFEST = "manifest.json"
@@ -58,20 +60,22 @@ class Stored:
 
     def __init__(self, shards: Mapping[str, Path | None]) -> None:
         self._experts: dict[str, dict[str, str]] = defaultdict(dict)
-        self._modules: dict[str, set[str]] = defaultdict(set)
-        self._shards: dict[str, Path | None] = {}
+        self._modules: dict[str, dict[str, str]] = defaultdict(dict)
+        self._scales: dict[str, Path | None] = {}
         for name in shards:
             if parsed := names.parse(name):
                 part = parsed.part
                 if part == names.OTHER and "scale" in name:
                     part = names.SCALE
                 known = self._experts[canonical(parsed.module)]
-                if part not in known:
-                    # One tensor of a kind stands for all: this object is sent to every worker.
-                    known[part], self._shards[name] = name, shards[name]
             else:
-                module, _, tail = name.rpartition(".")
-                self._modules[canonical(module)].add(tail)
+                module, _, part = name.rpartition(".")
+                known = self._modules[canonical(module)]
+            if part not in known:
+                # Of experts one tensor of a kind stands for all: this object is sent to every worker.
+                known[part] = name
+                if "scale" in part:
+                    self._scales[name] = shards[name]
 
     def experts(self, prefix: str) -> ExpertsKind | None:
         """The kind of a layer's experts; None where the checkpoint has none under that name."""
@@ -84,24 +88,32 @@ class Stored:
             return ExpertsKind.NVFP4
         return ExpertsKind.OTHER if names.SCALE in parts else ExpertsKind.UNQUANTIZED
 
-    def modelopt_algorithm(self, prefix: str) -> str:
-        """ModelOpt's name of the format of experts that are neither NVFP4 nor unquantised."""
-        scale = self._experts[canonical(prefix)][names.SCALE]
-        if scale.endswith("_inv"):
-            return "FP8_PB_WO"
-        dtype, shape = self._header(scale)
-        if dtype == "U8":
-            return "MXFP8"
-        return "FP8_PB_WO" if len(shape) >= 2 and min(shape) > 1 else "FP8"
+    def has_packed_names(self, prefix: str) -> bool:
+        """Whether a layer's experts have the names of compressed-tensors."""
+        return self._experts[canonical(prefix)].get(names.WEIGHT, "").endswith("weight_packed")
 
-    def is_plain_linear(self, prefix: str, packed: Mapping[str, Iterable[str]]) -> bool:
-        """Whether a linear layer is there and has nothing but its weight (and bias)."""
+    def experts_algorithm(self, prefix: str) -> str:
+        """ModelOpt's name of the format of experts of the kind OTHER."""
+        return self._algorithm(self._experts[canonical(prefix)][names.SCALE])
+
+    def linear_algorithm(self, prefix: str, packed: Mapping[str, Iterable[str]]) -> str | None:
+        """ModelOpt's name of the format of a linear layer; PLAIN without any scale; None if unknown.
+
+        packed: the parts of layers that vLLM joins, q_proj and so on of qkv_proj.
+        """
         name = prefix.rpartition(".")[2]
         parent = prefix.removesuffix(name)
-        found = [self._tails(canonical(parent + member)) for member in packed.get(name, (name,))]
-        return all(tails is not None and "weight" in tails and tails <= {"weight", "bias"} for tails in found)
+        parts = [self._parts(canonical(parent + member)) for member in packed.get(name, (name,))]
+        if any(found is None or not found.keys() & {"weight", "weight_packed"} for found in parts):
+            return None
+        scales = [found.get("weight_scale", found.get("weight_scale_inv")) for found in parts if found]
+        if not any(scales):
+            return PLAIN
+        if None in scales or any(found and found.keys() & _GLOBAL_SCALES for found in parts):
+            return None
+        return self._algorithm(str(scales[0]))
 
-    def _tails(self, module: str) -> set[str] | None:
+    def _parts(self, module: str) -> dict[str, str] | None:
         """What is stored of a module. Some of vLLM's names leave a step out (the head of an MTP layer is
         ``layers.N.head``, stored as ``layers.N.shared_head.head``): then the only one so named counts."""
         if module in self._modules:
@@ -113,13 +125,19 @@ class Stored:
         named = [m for m in self._modules if m.startswith(layer[0]) and m.endswith(last)]
         return self._modules[named[0]] if len(named) == 1 else None
 
-    def _header(self, name: str) -> tuple[str, list[int]]:
-        path = self._shards[name]
+    def _algorithm(self, scale: str) -> str:
+        if scale.endswith("_inv"):
+            return "FP8_PB_WO"
+        path = self._scales[scale]
         if path is None:
-            return "F32", []
+            return "FP8"
         with safe_open(path, "pt") as shard:
-            tensor = shard.get_slice(name)
-            return tensor.get_dtype(), tensor.get_shape()
+            tensor = shard.get_slice(scale)
+            dtype, shape = tensor.get_dtype(), tensor.get_shape()
+        if dtype == "U8":
+            return "MXFP8"
+        longer = [n for n in shape if n > 1]
+        return ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")[min(len(longer), 2)]
 
 
 def read_stored(model: str, revision: str | None = None) -> Stored | None:

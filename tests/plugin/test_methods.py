@@ -20,6 +20,7 @@ from vllm_csf.kernels.activation import Activation
 
 from vllm_csf import compat
 from vllm_csf.experts import CsfMoEMethod
+from vllm_csf.parameters import COMPRESSED_TENSORS
 from vllm_csf.stock import stock_config
 from vllm_csf.stored import Stored
 
@@ -97,7 +98,7 @@ def test_experts_stored_in_bf16_are_unquantised_whatever_the_recipe_says(config:
 
 def test_experts_stored_in_fp8_get_the_method_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(compat, "modelopt_experts", lambda layer, prefix, algo: asked.append((prefix, algo)))
+    monkeypatch.setattr(compat, "modelopt_method", lambda layer, prefix, algo: asked.append((prefix, algo)))
     method(NVFP4, f"{PREFIX}.0.up_proj.weight", f"{PREFIX}.0.up_proj.weight_scale_inv")
     assert asked == [(PREFIX, "FP8_PB_WO")]
 
@@ -118,6 +119,20 @@ def test_linear_layers_stored_plain_are_unquantised() -> None:
     name = "model.layers.1.self_attn.o_proj"
     made = method(NVFP4, f"{name}.weight", prefix=name, layer=linear())
     assert isinstance(made, UnquantizedLinearMethod)
+
+
+def test_linear_layers_stored_in_fp8_get_the_method_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(compat, "modelopt_method", lambda layer, prefix, algo: asked.append((prefix, algo)))
+    name = "model.layers.1.self_attn.o_proj"
+    method(NVFP4, f"{name}.weight", f"{name}.weight_scale_inv", prefix=name, layer=linear())
+    assert asked == [(name, "FP8_PB_WO")]
+
+
+def test_names_of_compressed_tensors_are_followed_under_any_recipe() -> None:
+    parts = ("weight_packed", "weight_global_scale", "weight_scale.nvfp4_csf_fixed")
+    made = method(ENCODED, *(f"{PREFIX}.0.up_proj.{part}" for part in parts))
+    assert made._dialect is COMPRESSED_TENSORS
 
 
 @pytest.mark.parametrize(

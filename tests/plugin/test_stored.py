@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_csf.stored import ExpertsKind, Stored, canonical, read_stored
+from vllm_csf.stored import PLAIN, ExpertsKind, Stored, canonical, read_stored
 
 
 def named(*names: str) -> Stored:
@@ -64,27 +64,27 @@ PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 def test_linear_layers_without_scales() -> None:
     names = [f"{ATTENTION}.{p}_proj.weight" for p in "qkvo"]
     stored = named(*names, f"{ATTENTION}.q_proj.bias", "lm_head.weight")
-    assert stored.is_plain_linear(f"{ATTENTION}.qkv_proj", PACKED)
-    assert stored.is_plain_linear(f"{ATTENTION}.o_proj", PACKED)
-    assert stored.is_plain_linear("lm_head", PACKED)
-    assert not stored.is_plain_linear("model.layers.9.self_attn.o_proj", PACKED)
+    assert stored.linear_algorithm(f"{ATTENTION}.qkv_proj", PACKED) == PLAIN
+    assert stored.linear_algorithm(f"{ATTENTION}.o_proj", PACKED) == PLAIN
+    assert stored.linear_algorithm("lm_head", PACKED) == PLAIN
+    assert stored.linear_algorithm("model.layers.9.self_attn.o_proj", PACKED) is None
 
 
 def test_linear_layers_with_scales_on_one_of_their_parts() -> None:
     names = [f"{ATTENTION}.{p}_proj.weight" for p in "qkv"]
     stored = named(*names, f"{ATTENTION}.v_proj.weight_scale")
-    assert not stored.is_plain_linear(f"{ATTENTION}.qkv_proj", PACKED)
+    assert stored.linear_algorithm(f"{ATTENTION}.qkv_proj", PACKED) is None
 
 
 def test_a_step_left_out_of_a_name() -> None:
-    stored = named("model.layers.46.shared_head.head.weight", "model.layers.4.shared_head.head.weight_scale")
-    assert stored.is_plain_linear("model.layers.46.head", {})
-    assert not stored.is_plain_linear("model.layers.4.head", {})
+    stored = named("model.layers.46.shared_head.head.weight", "model.layers.4.shared_head.other.weight")
+    assert stored.linear_algorithm("model.layers.46.head", {}) == PLAIN
+    assert stored.linear_algorithm("model.layers.4.head", {}) is None
 
 
 def test_a_name_that_could_mean_two_modules_is_unknown() -> None:
     stored = named(*(f"model.layers.4.{part}.down_proj.weight" for part in ("mlp", "shared")))
-    assert not stored.is_plain_linear("model.layers.4.down_proj", {})
+    assert stored.linear_algorithm("model.layers.4.down_proj", {}) is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_formats_of_other_experts(tmp_path: Path, scale: torch.Tensor, algorithm
     stored = read_stored(str(tmp_path))
     assert stored is not None
     assert stored.experts(EXPERTS) is ExpertsKind.OTHER
-    assert stored.modelopt_algorithm(EXPERTS) == algorithm
+    assert stored.experts_algorithm(EXPERTS) == algorithm
 
 
 def test_container_is_read_from_its_contract(tmp_path: Path) -> None:
@@ -127,3 +127,32 @@ def test_nothing_is_known_of_a_folder_without_weights(tmp_path: Path) -> None:
 def test_nothing_is_known_of_a_repository_that_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert read_stored("nobody/nothing-at-all") is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "algorithm"),
+    [
+        (torch.ones(1), "FP8"),
+        (torch.ones(64, 1), "FP8_PER_CHANNEL_PER_TOKEN"),
+        (torch.ones(2, 3), "FP8_PB_WO"),
+        (torch.ones(64, 2, dtype=torch.uint8), "MXFP8"),
+    ],
+)
+def test_formats_of_linear_layers(tmp_path: Path, scale: torch.Tensor, algorithm: str) -> None:
+    tensors = {}
+    for part in "qkv":
+        name = f"{ATTENTION}.{part}_proj"
+        tensors |= {
+            f"{name}.weight": torch.zeros(64, 64, dtype=torch.uint8),
+            f"{name}.weight_scale": scale.clone(),
+        }
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = read_stored(str(tmp_path))
+    assert stored is not None
+    assert stored.linear_algorithm(f"{ATTENTION}.qkv_proj", PACKED) == algorithm
+
+
+def test_nvfp4_linear_layers_are_left_to_the_recipe() -> None:
+    name = f"{ATTENTION}.o_proj"
+    stored = named(f"{name}.weight", f"{name}.weight_scale", f"{name}.weight_scale_2")
+    assert stored.linear_algorithm(name, PACKED) is None
