@@ -66,9 +66,8 @@ class GemmConfig:
 
     @property
     def route(self) -> RouteConfig:
-        shared = self.own_pairs > 0
-        threads = THREADS if shared else ROUTE_THREADS
-        return RouteConfig(self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, shared, threads)
+        threads = THREADS if self.own_pairs else ROUTE_THREADS
+        return RouteConfig(self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, self.own_pairs, threads)
 
     @property
     def table_bytes(self) -> int:

@@ -9,9 +9,10 @@ One CTA counts the pairs (token, k) of each local expert and writes two tables:
 For few tokens every CTA of a GEMM does this for itself in shared memory (`shared`), which costs less than
 a launch; for many, one launch does it for both GEMMs in global memory.
 
-Ids outside 0 .. experts - 1 and ids whose map entry is negative take no slot. Which slot a pair gets
-within its expert may differ from run to run; no result depends on it, since a token's column of an MMA
-is computed from that column alone and everything else is indexed by pair.
+Ids outside 0 .. experts - 1 and ids whose map entry is negative take no slot. Within an expert the shared
+tables keep the order of the pairs, since CTAs must agree on which work tile a pair belongs to. In global
+memory the order may differ from run to run; no result depends on it, since a token's column of an MMA is
+computed from that column alone and everything else is indexed by pair.
 """
 
 from dataclasses import dataclass
@@ -28,19 +29,24 @@ THREADS = 1024
 
 @dataclass(frozen=True)
 class RouteConfig:
-    """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile."""
+    """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
+    `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory."""
 
     capacity: int
     tile: int
     wide_ids: bool
     mapped: bool
-    shared: bool
+    shared_pairs: int
     threads: int = THREADS
 
     @property
+    def shared(self) -> bool:
+        return self.shared_pairs > 0
+
+    @property
     def scratch_bytes(self) -> int:
-        """Shared memory while routing: a counter for each expert, then the warps' totals."""
-        return 4 * self.capacity + 4 * self.threads // 32
+        """Shared memory while routing: a counter for each expert, the warps' totals, unordered pairs."""
+        return 4 * (self.capacity + self.threads // 32 + self.shared_pairs)
 
 
 class Route:
@@ -100,7 +106,10 @@ class Route:
         for i in cutlass.range_constexpr(share):
             e = tid * share + i
             # The count becomes the cursor from which the expert's pairs take their slots.
-            ptx.sts32(scratch + e * 4, Uint32(tokens))
+            cursor = tokens
+            if cutlass.const_expr(c.shared):
+                cursor = mine[i] << 16 | tokens
+            ptx.sts32(scratch + e * 4, Uint32(cursor))
             for t in cutlass.range((mine[i] + (c.tile - 1)) // c.tile, unroll=1):
                 size = mine[i] - t * c.tile
                 if size > c.tile:
@@ -111,14 +120,32 @@ class Route:
         if tid == 0:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
         cute.arch.sync_threads()
+        unordered = totals + c.threads // 32 * 4
         for p in cutlass.range(tid, count, c.threads, unroll=1):
             e = self.local_expert(ids, p, expert_map, global_experts, experts)
             if e >= 0:
                 slot = Int32(ptx.atom_add_shared(scratch + e * 4, Uint32(1)))
                 if cutlass.const_expr(c.shared):
-                    ptx.sts32(pairs + slot * 4, Uint32(p))
+                    ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p))
                 else:
                     ptx.stg32(pairs + Int64(slot) * 4, Uint32(p))
+        if cutlass.const_expr(c.shared):
+            cute.arch.sync_threads()
+            for p in cutlass.range(tid, count, c.threads, unroll=1):
+                e = self.local_expert(ids, p, expert_map, global_experts, experts)
+                if e >= 0:
+                    self.place(p, Int32(ptx.lds32(scratch + e * 4)), unordered, pairs)
+
+    @cute.jit
+    def place(self, pair: Int32, cursor: Int32, unordered: Int32, pairs: Int32):
+        """Puts a pair behind the smaller ones of its expert; `cursor`: its tokens << 16 | its last slot + 1."""
+        end = cursor & 0xFFFF
+        first = end - (cursor >> 16)
+        slot = first
+        for s in cutlass.range(first, end, unroll=1):
+            if Int32(ptx.lds32(unordered + s * 4)) < pair:
+                slot += 1
+        ptx.sts32(pairs + slot * 4, Uint32(pair))
 
     @cute.jit
     def put2(self, table, index: Int32, a: Uint32, b: Uint32):
