@@ -76,3 +76,6 @@ class Activation:
         if self.kind == "swiglu_oai":
             return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
         return self._gate(gate) * up
+
+
+SILU = Activation()

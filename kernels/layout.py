@@ -27,14 +27,14 @@ scale, and a lane meets its own in the order of the tiles. Word 0 of a slice is 
 have one. Word 1 is `further << 24 | first word`, relative to the expert's `starts`: there lie the first
 exceptions of these lanes in the order of the lanes, one word each (`place << 8 | byte`, place = tile in
 the slice << 2 | fragment << 1 | half), padded to an even count, then the `further` ones, two words each
-(`depth << 5 | lane`, then as before), depth 0 being a lane's second. A slice with too many is dense: word 1 is
-`DENSE_FLAG | first slot`, and each of its tiles has a slot in `dense`, which completes the 4-bit codes to
-whole bytes.
+(`depth << 5 | lane`, then as before), depth 0 being a lane's second. A slice with too many is dense:
+word 1 is `DENSE_FLAG | first slot`, and each of its tiles has a slot in `dense`, which completes the
+4-bit codes to whole bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -203,7 +203,7 @@ def _from_tile_order(tiled: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def choose_bases(scale: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., R]: the lowest base in 8 .. 111 whose window of 16 holds the most bytes of a row; 0 for zeros."""
+    """uint8 [..., R]: the lowest base in 8 .. 111 whose window of 16 holds most of a row; 0 for zeros."""
     flat = scale.reshape(-1, scale.shape[-1])
     out = torch.empty(flat.shape[0], dtype=torch.uint8, device=scale.device)
     for part, rows in zip(out.split(1 << 16), flat.split(1 << 16), strict=True):
@@ -256,9 +256,17 @@ def _exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape) -> _
 
 
 def _records(
-    exception: torch.Tensor, scale: torch.Tensor, dense_tile: torch.Tensor, base: torch.Tensor, padded: torch.Tensor, total: int
+    exception: torch.Tensor,
+    scale: torch.Tensor,
+    dense_tile: torch.Tensor,
+    base: torch.Tensor,
+    padded: torch.Tensor,
+    total: int,
 ) -> torch.Tensor:
-    """The record words uint16 [total]; `base`, `padded`: first word and words of first exceptions of each slice."""
+    """The record words uint16 [total].
+
+    `base`, `padded`: of each slice, its first word and the words of the lanes' first exceptions.
+    """
     k_tiles = exception.shape[2]
     slices = -(-k_tiles // SLICE_TILES)
     kept = exception.flatten(3) & ~dense_tile[..., None]
@@ -318,7 +326,9 @@ def _split_codes(words: torch.Tensor) -> torch.Tensor:
     return torch.stack(halves, dim=-3).to(torch.uint8)
 
 
-def pack(weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.Tensor | None = None) -> PreparedMatrix:
+def pack(
+    weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.Tensor | None = None
+) -> PreparedMatrix:
     """Packs FP4 bytes uint8 [E, R, K/2] and scale bytes uint8 [E, R, K/16] on their device.
 
     `bases` (uint8 [E, R]) saves the search where a good base is known; any value is allowed.
@@ -326,7 +336,9 @@ def pack(weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.T
     s = shape
     expected = ((s.experts, s.rows, s.k // 2), (s.experts, s.rows, s.k // GROUP))
     if (tuple(weight.shape), tuple(scale.shape)) != expected:
-        raise ValueError(f"weight and scale have shapes {tuple(weight.shape)}, {tuple(scale.shape)}; expected {expected}")
+        raise ValueError(
+            f"weight and scale have shapes {tuple(weight.shape)}, {tuple(scale.shape)}; expected {expected}"
+        )
     if bases is None:
         bases = choose_bases(scale)
     tiled = _tile_order(scale, s).contiguous()
@@ -383,7 +395,9 @@ def unpack_scales(m: PreparedMatrix) -> torch.Tensor:
     owner, lane, word = _read_records(m)
     tile = owner % s.slices * SLICE_TILES + (word >> 10)
     place = (word >> 8 & 3) * 32 + lane
-    tiled.view(-1)[(owner // s.slices * s.k_tiles + tile) * TILE_SCALES + place] = (word & 255).to(torch.uint8)
+    tiled.view(-1)[(owner // s.slices * s.k_tiles + tile) * TILE_SCALES + place] = (word & 255).to(
+        torch.uint8
+    )
     return _from_tile_order(tiled, s)
 
 
@@ -407,3 +421,20 @@ def _read_records(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.
 def unpack(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """The FP4 bytes [E, R, K/2] and the scale bytes [E, R, K/16] that were packed, bit for bit."""
     return unpack_weights(m.tiles[..., :WEIGHT_BYTES].contiguous(), m.shape), unpack_scales(m)
+
+
+def concatenate(parts: list[PreparedMatrix]) -> PreparedMatrix:
+    """One stack of the experts of several, in order."""
+    shape = replace(parts[0].shape, experts=sum(p.shape.experts for p in parts))
+    records = [p.records.view(torch.int16) for p in parts]
+    counts = torch.tensor([[len(r), len(p.dense)] for r, p in zip(records, parts, strict=True)])
+    before = (counts.cumsum(0) - counts).to(parts[0].starts.device)
+    return PreparedMatrix(
+        shape=shape,
+        tiles=torch.cat([p.tiles for p in parts]),
+        bases=torch.cat([p.bases for p in parts]),
+        slices=torch.cat([p.slices for p in parts]),
+        starts=torch.cat([p.starts + b for p, b in zip(parts, before, strict=True)]),
+        records=torch.cat(records).view(torch.uint16),
+        dense=torch.cat([p.dense for p in parts]),
+    )

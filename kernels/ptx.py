@@ -15,7 +15,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 _ATT = llvm.AsmDialect.AD_ATT
 
 
-def _asm(result: Any, operands: Sequence[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any) -> Any:
+def _asm(
+    result: Any, operands: Sequence[Any], text: str, constraints: str, effects: bool, loc: Any, ip: Any
+) -> Any:
     return llvm.inline_asm(
         result,
         list(operands),
@@ -268,7 +270,10 @@ def lds_f32x4(address, *, loc=None, ip=None):
 def sts_f32x4(address, a, b, c, d, *, loc=None, ip=None):
     _asm(
         None,
-        [Int32(address).ir_value(loc=loc, ip=ip), *(Float32(v).ir_value(loc=loc, ip=ip) for v in (a, b, c, d))],
+        [
+            Int32(address).ir_value(loc=loc, ip=ip),
+            *(Float32(v).ir_value(loc=loc, ip=ip) for v in (a, b, c, d)),
+        ],
         "st.shared.v4.f32 [$0], {$1,$2,$3,$4};",
         "r,f,f,f,f",
         True,
@@ -434,7 +439,11 @@ def mul_bf16x2_by_half(a, s, high: bool, fma: bool, *, loc=None, ip=None):
 
 @dsl_user_op
 def mul_bf16x2(a, b, fma: bool, *, loc=None, ip=None):
-    text = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }" if fma else "mul.rn.bf16x2 $0, $1, $2;"
+    text = (
+        "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"
+        if fma
+        else "mul.rn.bf16x2 $0, $1, $2;"
+    )
     operands = [_u(a, loc, ip), _u(b, loc, ip)]
     return Uint32(_asm(T.i32(), operands, text, "=r,r,r", False, loc, ip))
 
@@ -444,6 +453,19 @@ def pack_bf16x2(low, high, *, loc=None, ip=None):
     """Rounds two FP32 values to nearest bf16, `low` into the low half."""
     operands = [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)]
     return Uint32(_asm(T.i32(), operands, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", False, loc, ip))
+
+
+def _two_floats(text: str):
+    @dsl_user_op
+    def op(a, b, *, loc=None, ip=None):
+        operands = [Float32(a).ir_value(loc=loc, ip=ip), Float32(b).ir_value(loc=loc, ip=ip)]
+        return Float32(_asm(T.f32(), operands, text, "=f,f,f", False, loc, ip))
+
+    return op
+
+
+min_nan = _two_floats("min.NaN.f32 $0, $1, $2;")
+max_nan = _two_floats("max.NaN.f32 $0, $1, $2;")
 
 
 @dsl_user_op

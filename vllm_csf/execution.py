@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from .kernels import reference
+from .kernels.activation import Activation
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -122,17 +123,22 @@ def _planes_by_name(half: str, planes: reference.ScalePlanes) -> dict[str, torch
     }
 
 
-# In order of preference.
-EXECUTIONS: tuple[type[ReferenceExecution], ...] = (ReferenceExecution,)
-
-
-def choose(wanted: str, device: torch.device) -> Execution:
-    """The execution of that name, or with "auto" the first that supports the device.
+def choose(
+    wanted: str, device: torch.device, dtype: torch.dtype, activation: Activation, hidden: int
+) -> Execution:
+    """The execution of that name, or with "auto" the fastest that serves the layer on the device.
 
     Raises ValueError where there is none.
     """
-    names = [kind.name for kind in EXECUTIONS]
-    for kind in EXECUTIONS:
-        if wanted in ("auto", kind.name) and kind.supports(device):
-            return kind()
-    raise ValueError(f"csf_execution is {wanted!r} on {device.type}, expected one of {['auto', *names]}")
+    from .cute import CuteExecution, can_compute
+
+    if wanted == "cute" and not (device.type == "cuda" and can_compute(dtype, activation, hidden)):
+        raise ValueError(
+            f"csf_execution is 'cute', which needs a CUDA device, nvidia-cutlass-dsl and apache-tvm-ffi, "
+            f"bfloat16 and a gated SiLU; found {device.type}, {dtype}, {activation}, hidden size {hidden}"
+        )
+    if wanted == "cute" or (wanted == "auto" and CuteExecution.supports(device, dtype, activation, hidden)):
+        return CuteExecution()
+    if wanted in ("auto", "reference") and ReferenceExecution.supports(device):
+        return ReferenceExecution()
+    raise ValueError(f"csf_execution is {wanted!r} on {device.type}, expected 'auto', 'cute' or 'reference'")

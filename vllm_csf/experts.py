@@ -54,11 +54,17 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         shape = LayerShape(
             layer.layer_name, num_experts, hidden_size, moe.intermediate_size, part, self._activation.gated
         )
-        intake = Intake(layer, shape, compat.local_expert(layer), self._dialect.global_scale_divides)
+        room = float(compat.additional_setting("csf_exception_room", "0"))
+        divides = self._dialect.global_scale_divides
+        intake = Intake(layer, shape, compat.local_expert(layer), divides, room)
         register_parameters(layer, intake, self._dialect, self._streams, compat.NEVER_COMPLETE)
         self._intake = intake
         self._execution: Execution = choose(
-            compat.additional_setting("csf_execution", "auto"), layer.csf_fixed2.device
+            compat.additional_setting("csf_execution", "auto"),
+            layer.csf_fixed2.device,
+            params_dtype,
+            self._activation,
+            hidden_size,
         )
         self._ledger.expect(layer.layer_name)
 

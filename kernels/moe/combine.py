@@ -30,7 +30,9 @@ class Combine:
         self.route = Route(config.route)
 
     @cute.jit
-    def launch(self, y: Int64, inputs: tuple, out: Int64, tokens: Int32, hidden: Int32, stream: cuda.CUstream):
+    def launch(
+        self, y: Int64, inputs: tuple, out: Int64, tokens: Int32, hidden: Int32, stream: cuda.CUstream
+    ):
         """`inputs`: see `Route`."""
         self.kernel(y, inputs, out, hidden).launch(
             grid=[(hidden + (CHANNELS - 1)) // CHANNELS, tokens, 1],

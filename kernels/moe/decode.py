@@ -12,8 +12,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
+from ..activation import SILU, Activation
 from .combine import Combine, CombineConfig
 from .expert_gemm import WARPS, ExpertGemm, GemmConfig
+from .programs import Choice, Geometry, number
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class DecodeConfig:
     wide_ids: bool
     mapped: bool
     native: bool = False
-    activation: str = "silu"
+    activation: Activation = SILU
     bulk: bool = True
     bf16_fma: bool = False
     blocks: int = 2
@@ -60,6 +62,28 @@ class DecodeConfig:
             mapped=self.mapped,
             own_pairs=self.own_pairs,
         )
+
+
+def decode_config(g: Geometry, choice: Choice) -> DecodeConfig:
+    """The configuration of the program that `programs` chose for a geometry."""
+    return DecodeConfig(
+        split_up=choice.split_up,
+        split_down=choice.split_down,
+        topk=g.topk,
+        capacity=g.capacity,
+        n_tiles=choice.n_tiles,
+        wide_ids=g.wide_ids,
+        mapped=g.mapped,
+        native=g.native,
+        activation=g.activation,
+        bulk=number(g.arch) >= 90,
+        bf16_fma=number(g.arch) < 90,
+        blocks=choice.blocks,
+        min_ctas=choice.min_ctas,
+        stages=choice.stages,
+        chunk_tiles=choice.chunk_tiles,
+        own_pairs=choice.own_pairs,
+    )
 
 
 class Decode:
@@ -108,7 +132,7 @@ class Decode:
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """x: bf16 [tokens, hidden]; ids [tokens, topk]; router FP32 [tokens, topk]; the rest are addresses."""
+        """x: bf16 [tokens, hidden]; ids, router: [tokens, topk]; all but x are numbers and addresses."""
         x_address = x.iterator.toint()
         topk = Int32(self.c.topk)
         inputs = (ids, tokens * topk, expert_map, global_experts, experts)

@@ -90,7 +90,14 @@ class Dequant:
 
     @cute.jit
     def queue_exceptions(
-        self, mask: Uint32, further: Int32, first: Uint32, deep0: Uint32, deep1: Uint32, table: Int32, lane: Int32
+        self,
+        mask: Uint32,
+        further: Int32,
+        first: Uint32,
+        deep0: Uint32,
+        deep1: Uint32,
+        table: Int32,
+        lane: Int32,
     ):
         """Hands a slice's exceptions to the lanes that use them.
 

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import ptx
+from ..activation import Activation
 from .route import Route
 
 # FP4 bits read as bf16 are the value times 2^-126; with scales times 2^119 the products are 2^-7 too small
@@ -19,7 +20,7 @@ class EpilogueConfig:
     n_tiles: int
     blocks: int
     split: int
-    activation: str
+    activation: Activation
 
     @property
     def units(self) -> int:
@@ -101,7 +102,7 @@ class Epilogue:
         alpha: Int64, partials: Int64, flags: Int64, worker: Int32, runs: tuple, item: Int32, a: Int32,
         b: Int32, chunks: Int32,
     ):  # fmt: skip
-        """A warp that holds the chunks [a, b) of an item: stores it, or leaves its part for the warp with the end.
+        """A warp with the chunks [a, b) of an item stores it, or leaves its part for the warp with the end.
 
         Warps take their items in descending order, so a part that another warp waits for is the first
         thing that its warp computes, and no order of CTAs can make them wait for each other.
@@ -174,7 +175,7 @@ class Epilogue:
                 low = values[i] * alphas[0]
                 high = values[2 + i] * alphas[1]
                 if cutlass.const_expr(c.gated):
-                    value = self.act(low) * high
+                    value = self.act(low, high)
                     ptx.stg16(at + Int64(fragment * 8 + row) * 2, ptx.pack_bf16x2(value, value))
                 else:
                     at = at + Int64(fragment * 16 + row) * 4
@@ -193,6 +194,31 @@ class Epilogue:
         return first, second
 
     @cute.jit
-    def act(self, v: Float32):
-        """SiLU."""
-        return v * cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp(-v))
+    def act(self, gate: Float32, up: Float32):
+        """The gated activation; `supported` lists the kinds."""
+        a = self.c.activation
+        if cutlass.const_expr(a.kind == "swiglu_step"):
+            silu = self.clamp(gate * self.sigmoid(gate), a.limit, False)
+            return silu * self.clamp(up, a.limit, True)
+        if cutlass.const_expr(a.limit is not None):
+            gate = self.clamp(gate, a.limit, False)
+            up = self.clamp(up, a.limit, True)
+        if cutlass.const_expr(a.kind == "swiglu_oai"):
+            return gate * self.sigmoid(gate * Float32(a.alpha)) * (up + Float32(a.beta))
+        return gate * self.sigmoid(gate) * up
+
+    @cute.jit
+    def sigmoid(self, v: Float32):
+        return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-v, fastmath=True))
+
+    @cute.jit
+    def clamp(self, v: Float32, limit: cutlass.Constexpr, both: cutlass.Constexpr):
+        v = ptx.min_nan(v, Float32(limit))
+        if cutlass.const_expr(both):
+            v = ptx.max_nan(v, Float32(-limit))
+        return v
+
+
+def supported(activation: Activation) -> bool:
+    """Whether `Epilogue.act` computes this activation."""
+    return activation.gated and activation.kind in ("silu", "swiglu_oai", "swiglu_step")

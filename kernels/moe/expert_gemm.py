@@ -25,11 +25,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import layout, ptx
+from ..activation import SILU, Activation
 from .dequant import QUEUE_BYTES, Dequant
 from .epilogue import Epilogue, EpilogueConfig
 from .route import THREADS as ROUTE_THREADS
 from .route import Route, RouteConfig
-from .stream import Stream, StreamConfig
+from .slices import Slices
+from .stream import Stream, StreamConfig, bounds
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -50,7 +52,7 @@ class GemmConfig:
     bulk: bool = True
     bf16_fma: bool = False
     min_ctas: int = 0
-    activation: str = "silu"
+    activation: Activation = SILU
     capacity: int = 1024
     wide_ids: bool = False
     mapped: bool = False
@@ -67,7 +69,9 @@ class GemmConfig:
     @property
     def route(self) -> RouteConfig:
         threads = THREADS if self.own_pairs else ROUTE_THREADS
-        return RouteConfig(self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, self.own_pairs, threads)
+        return RouteConfig(
+            self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, self.own_pairs, threads
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -94,13 +98,15 @@ class ExpertGemm:
         self.dequant = Dequant(config.native, config.bf16_fma)
         self.route = Route(config.route)
         self.stream = Stream(config.stream, self.route)
+        self.slices = Slices(config.blocks, config.chunk_tiles, self.dequant)
         self.epilogue = Epilogue(config.epilogue, self.route)
 
     @cute.jit
     def launch(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64, router: Int64,
-        out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64,
+        router: Int64, out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32,
+        k_tiles: Int32, topk: Int32,
         ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`.
@@ -108,8 +114,8 @@ class ExpertGemm:
         `partials`: FP32 [8 * ctas, units * 128]; `flags`: int32 [8 * ctas], zero before and after.
         """
         self.kernel(
-            x, x_stride, tiles, bases, slices, starts, records, dense, alpha, inputs, entries, pairs, router, out,
-            out_stride, partials, flags, row_blocks, k_tiles, topk,
+            x, x_stride, tiles, bases, slices, starts, records, dense, alpha, inputs, entries, pairs, router,
+            out, out_stride, partials, flags, row_blocks, k_tiles, topk,
         ).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -122,8 +128,9 @@ class ExpertGemm:
     @cute.kernel
     def kernel(
         self, x: Int64, x_stride: Int32, tiles: Int64, bases: Int64, slices: Int64, starts: Int64,
-        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64, router: Int64,
-        out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32, k_tiles: Int32, topk: Int32,
+        records: Int64, dense: Int64, alpha: Int64, inputs: tuple, entries: Int64, pairs: Int64,
+        router: Int64, out: Int64, out_stride: Int32, partials: Int64, flags: Int64, row_blocks: Int32,
+        k_tiles: Int32, topk: Int32,
     ):  # fmt: skip
         c = self.c
         sc = c.stream
@@ -137,12 +144,16 @@ class ExpertGemm:
         team = warp // c.split
 
         # ---- shared memory: rings, their barriers, queues, partial sums, targets, tables of the routing
-        shared = cutlass.memory.SmemAllocator().allocate_array(Uint32, c.shared_bytes // 4, byte_alignment=128)
+        shared = cutlass.memory.SmemAllocator().allocate_array(
+            Uint32, c.shared_bytes // 4, byte_alignment=128
+        )
         base = Int32(shared.toint())
         ring = base + warp * (c.stages * sc.slot_bytes)
         bars = base + WARPS * c.stages * sc.slot_bytes + warp * (c.stages * 8)
         queues = base + WARPS * sc.shared_bytes + warp * c.queue_bytes
-        partial = base + WARPS * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
+        partial = (
+            base + WARPS * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
+        )
         tables = base + c.shared_bytes - cutlass.const_expr(-(-c.table_bytes // 16) * 16)
         target = tables - (team + 1) * c.epilogue.target_bytes
         if cutlass.const_expr(c.bulk):
@@ -200,14 +211,14 @@ class ExpertGemm:
             start_words = ptx.ldg128(starts + Int64(expert) * 16)
             record0 = start_words[0]
             dense0 = start_words[2]
-            a, b = self.stream.bounds(share, item)
+            a, b = bounds(share, item)
             visit_item = item
             visit = a * c.chunk_tiles // layout.SLICE_TILES
-            self.load_info(next_info, slices, origin, visit_item, visit, low, k_tiles)
-            self.load_exceptions(exceptions, next_info, record0, records, lane)
-            visit_item, visit = self.next_visit(share, visit_item, visit)
-            self.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
-            self.load_bases(base_words, bases, origin, item, low, lane)
+            self.slices.load_info(next_info, slices, origin, visit_item, visit, low, k_tiles)
+            self.slices.load_exceptions(exceptions, next_info, record0, records, lane)
+            visit_item, visit = self.slices.next_visit(share, visit_item, visit)
+            self.slices.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
+            self.slices.load_bases(base_words, bases, origin, item, low, lane)
             if cutlass.const_expr(c.bulk and not c.gated):
                 ptx.wait_for_predecessor()
             first_tile = a * c.chunk_tiles
@@ -221,16 +232,16 @@ class ExpertGemm:
 
             for n in cutlass.range(item - low + 1, unroll=1):
                 here = item - n
-                a, b = self.stream.bounds(share, here)
+                a, b = bounds(share, here)
                 for r in cutlass.range_constexpr(blocks):
                     base_pairs[0, r], base_pairs[1, r] = self.dequant.base_pairs(base_words[r])
-                self.load_bases(base_words, bases, origin, here - 1, low, lane)
+                self.slices.load_bases(base_words, bases, origin, here - 1, low, lane)
                 acc.fill(0.0)
                 tile = a * c.chunk_tiles
                 tile_end = b * c.chunk_tiles
                 if tile_end > k_tiles:
                     tile_end = k_tiles
-                a_next, _ = self.stream.bounds(share, here - 1)
+                a_next, _ = bounds(share, here - 1)
                 tile_next = a_next * c.chunk_tiles
                 if here == low:
                     tile_next = tile
@@ -240,15 +251,25 @@ class ExpertGemm:
                     stop = tile - slice_tile + layout.SLICE_TILES
                     if stop > tile_end:
                         stop = tile_end
-                    any_dense = self.start_slice(
-                        info, next_info, exceptions, heads, queue, dense_rows, dense, dense0, queues, slice_tile, lane
+                    any_dense = self.slices.start_slice(
+                        info,
+                        next_info,
+                        exceptions,
+                        heads,
+                        queue,
+                        dense_rows,
+                        dense,
+                        dense0,
+                        queues,
+                        slice_tile,
+                        lane,
                     )
                     for r in cutlass.range_constexpr(blocks):
                         next_info[0, r] = after_info[0, r]
                         next_info[1, r] = after_info[1, r]
-                    self.load_exceptions(exceptions, next_info, record0, records, lane)
-                    visit_item, visit = self.next_visit(share, visit_item, visit)
-                    self.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
+                    self.slices.load_exceptions(exceptions, next_info, record0, records, lane)
+                    visit_item, visit = self.slices.next_visit(share, visit_item, visit)
+                    self.slices.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
                     while tile < stop:
                         at = ring + slot * sc.slot_bytes
                         bar = bars + slot * 8
@@ -276,7 +297,9 @@ class ExpertGemm:
                             phase = phase ^ 1
                 row = here - entry * tile_items
                 if cutlass.const_expr(c.split > 1):
-                    self.epilogue.finish_team(acc, partial, targets, team, member, lane, row, expert, count, alpha)
+                    self.epilogue.finish_team(
+                        acc, partial, targets, team, member, lane, row, expert, count, alpha
+                    )
                 else:
                     self.epilogue.finish_run(
                         acc, targets, lane, row, expert, count, alpha, partials, flags, worker, runs,
@@ -352,92 +375,6 @@ class ExpertGemm:
             words = ptx.ldg128(rows[j] + half * 16)
             for i in cutlass.range_constexpr(4):
                 xs[half * 4 + i, j] = words[i]
-
-    # ---- what comes with a slice beside weights and tokens ---------------------------------------
-
-    @cute.jit
-    def next_visit(self, share: tuple, item: Int32, visit: Int32):
-        """The slice that a warp comes to after this one."""
-        _, end = self.stream.bounds(share, item)
-        visit += 1
-        if visit * layout.SLICE_TILES >= end * self.c.chunk_tiles:
-            item -= 1
-            begin, _ = self.stream.bounds(share, item)
-            visit = begin * self.c.chunk_tiles // layout.SLICE_TILES
-        return item, visit
-
-    @cute.jit
-    def load_info(
-        self, info: cute.Tensor, slices: Int64, origin: Int32, item: Int32, visit: Int32, low: Int32, k_tiles: Int32
-    ):
-        """The two words of a slice of each row block; zeros below the work tile's last item of ours."""
-        count = (k_tiles + (layout.SLICE_TILES - 1)) // layout.SLICE_TILES
-        for r in cutlass.range_constexpr(self.c.blocks):
-            info[0, r] = Uint32(0)
-            info[1, r] = Uint32(0)
-            if item >= low and visit < count:
-                index = (origin + item * self.c.blocks + r) * count + visit
-                info[0, r], info[1, r] = ptx.ldg64(slices + Int64(index) * 8)
-
-    @cute.jit
-    def load_exceptions(
-        self, found: cute.Tensor, info: cute.Tensor, record0: Uint32, records: Int64, lane: Int32
-    ):
-        """The lane's first exception of the slice, and two of the further ones, whoever they belong to."""
-        for r in cutlass.range_constexpr(self.c.blocks):
-            mask = info[0, r]
-            word = info[1, r]
-            if mask != 0:
-                begin = record0 + (word & Uint32(0xFFFFFF))
-                below = mask & ((Uint32(1) << Uint32(lane)) - Uint32(1))
-                # Lanes without one read a neighbour's, within the slice's words.
-                place = cute.arch.popc(below)
-                if (mask >> Uint32(lane)) & Uint32(1) != 0:
-                    found[0, r] = ptx.ldg16(records + Int64(begin + place) * 2)
-                further = Int32(word >> Uint32(24))
-                if further > 0:
-                    firsts = cute.arch.popc(mask)
-                    at = records + Int64(begin + firsts + (firsts & Uint32(1))) * 2 + Int64(lane * 4)
-                    if lane < further:
-                        found[1, r] = ptx.ldg32(at)
-                    if lane + 32 < further:
-                        found[2, r] = ptx.ldg32(at + 128)
-
-    @cute.jit
-    def load_bases(self, words: cute.Tensor, bases: Int64, origin: Int32, item: Int32, low: Int32, lane: Int32):
-        """The bases of the four rows of this lane in each row block, one byte each."""
-        if cutlass.const_expr(not self.c.native):
-            if item >= low:
-                for r in cutlass.range_constexpr(self.c.blocks):
-                    block = origin + item * self.c.blocks + r
-                    words[r] = ptx.ldg32(bases + Int64(block) * 32 + Int64(lane // 4 * 4))
-
-    @cute.jit
-    def start_slice(
-        self, info: cute.Tensor, next_info: cute.Tensor, exceptions: cute.Tensor, heads: cute.Tensor,
-        queue: cute.Tensor, dense_rows: cute.Tensor, dense: Int64, dense0: Uint32, queues: Int32,
-        slice_tile: Int32, lane: Int32,
-    ):  # fmt: skip
-        """Queues the slice's exceptions; returns a bit for each row block that is dense here."""
-        any_dense = Int32(0)
-        for r in cutlass.range_constexpr(self.c.blocks):
-            mask = next_info[0, r]
-            word = next_info[1, r]
-            further = Int32(word >> Uint32(24))
-            if Int32(word) < 0:
-                any_dense = any_dense | (1 << r)
-                row = Int64(dense0) + Int64(word & Uint32(0x7FFFFFFF))
-                dense_rows[r] = dense + row * layout.CODE_BYTES
-                further = Int32(0)
-            heads[r], queue[0, r], queue[1, r] = self.dequant.queue_exceptions(
-                mask, further, exceptions[0, r], exceptions[1, r], exceptions[2, r],
-                queues + r * (32 * QUEUE_BYTES), lane,
-            )  # fmt: skip
-            if slice_tile > 0:
-                heads[r], queue[0, r] = self.dequant.skip(
-                    heads[r], queue[0, r], queue[1, r], Uint32(slice_tile) << Uint32(26)
-                )
-        return any_dense
 
     # ---- the product -----------------------------------------------------------------------------
 

@@ -57,61 +57,78 @@ def prepare(
     w13 uint8 [E, 2 I, H/2] (gate rows, then up rows), scale13 uint8 [E, 2 I, H/16], w2 uint8 [E, H, I/2],
     scale2 uint8 [E, H, I/16], alpha13 FP32 [E, 2], alpha2 FP32 [E].
     """
-    experts, rows, hidden = w13.shape[0], w13.shape[1], w13.shape[2] * 2
-    inner = -(-rows // 2 // layout.TILE_K) * layout.TILE_K
-    up = layout.Shape(experts, 2 * inner, hidden, gated=True, native=native)
-    down = layout.Shape(experts, hidden, inner, gated=False, native=native)
     return PreparedExperts(
-        w13=layout.pack(
-            layout.pad(w13, 2 * inner, hidden // 2, halves=2), layout.pad(scale13, 2 * inner, hidden // 16, halves=2), up
-        ),
-        w2=layout.pack(layout.pad(w2, hidden, inner // 2), layout.pad(scale2, hidden, inner // 16), down),
+        w13=prepare_matrix(w13, scale13, gated=True, native=native),
+        w2=prepare_matrix(w2, scale2, gated=False, native=native),
         alpha13=alpha13.to(torch.float32).contiguous(),
         alpha2=alpha2.to(torch.float32).contiguous(),
     )
 
 
+def prepare_matrix(
+    weight: torch.Tensor, scale: torch.Tensor, gated: bool, native: bool = False
+) -> PreparedMatrix:
+    """One stack, uint8 [E, R, K/2] and [E, R, K/16]; the width of an expert is padded to a tile.
+
+    `gated`: rows are gate over up, each half padded at its own end; else the columns are padded.
+    """
+    experts, rows, columns = weight.shape[0], weight.shape[1], weight.shape[2] * 2
+    halves = 2 if gated else 1
+    if gated:
+        rows = halves * pad_to_tile(rows // halves)
+    else:
+        columns = pad_to_tile(columns)
+    shape = layout.Shape(experts, rows, columns, gated, native)
+    weight = layout.pad(weight, rows, columns // 2, halves)
+    return layout.pack(weight, layout.pad(scale, rows, columns // 16, halves), shape)
+
+
+def pad_to_tile(width: int) -> int:
+    """The width of an expert as the kernels see it."""
+    return -(-width // layout.TILE_K) * layout.TILE_K
+
+
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch of one call, shared by all layers of a geometry.
-
-    Contents do not outlive the call, except that `flags` are zero before and after it.
-    """
+    """Scratch of one call, shared by all layers of a geometry; contents do not outlive the call."""
 
     entries: torch.Tensor
     pairs: torch.Tensor
     h: torch.Tensor
     y: torch.Tensor
     partials: torch.Tensor
-    flags: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, tokens: int, topk: int, hidden: int, inner: int, workers: int, units: int, device: torch.device | str
+    def within(
+        cls,
+        take: Callable[[int], torch.Tensor],
+        tokens: int,
+        topk: int,
+        hidden: int,
+        inner: int,
+        workers: int,
+        units: int,
     ) -> Workspace:
-        """For calls of up to `tokens` tokens; `workers` warps with `units` accumulator fragments each."""
+        """Views of `take(bytes)`, a uint8 buffer, for calls of up to `tokens` tokens.
+
+        `workers`: warps of a launch; `units`: accumulator fragments of a warp.
+        """
         pairs = tokens * topk
-
-        def ints(n: int) -> torch.Tensor:
-            return torch.empty(n, dtype=torch.int32, device=device)
-
-        return cls(
-            entries=ints(2 * (1 + pairs)),
-            pairs=ints(pairs),
-            h=torch.empty(pairs, inner, dtype=torch.bfloat16, device=device),
-            y=torch.empty(pairs, hidden, dtype=torch.float32, device=device),
-            partials=torch.empty(workers, units * 128, dtype=torch.float32, device=device),
-            flags=torch.zeros(2 * workers, dtype=torch.int32, device=device),
-        )
+        sizes = (8 * (1 + pairs), 4 * pairs, 2 * pairs * inner, 4 * pairs * hidden, workers * units * 512)
+        aligned = [-(-size // 256) * 256 for size in sizes]
+        parts = torch.split(take(sum(aligned)), aligned)
+        dtypes = (torch.int32, torch.int32, torch.bfloat16, torch.float32, torch.float32)
+        return cls(*(p.view(dtype) for p, dtype in zip(parts, dtypes, strict=True)))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.entries, self.pairs, self.h, self.y, self.partials, self.flags)
+        return (self.entries, self.pairs, self.h, self.y, self.partials)
 
 
 def run(
     program: Callable,
     experts: PreparedExperts,
     workspace: Workspace,
+    flags: torch.Tensor,
     x: torch.Tensor,
     ids: torch.Tensor,
     router: torch.Tensor,
@@ -119,7 +136,11 @@ def run(
     expert_map: torch.Tensor | None,
     ctas: int,
 ) -> torch.Tensor:
-    """Enqueues the layer on the current stream: out[t] = sum over k of router[t, k] * expert(ids[t, k])(x[t])."""
+    """Enqueues out[t] = sum over k of router[t, k] * expert(ids[t, k])(x[t]) on the current stream.
+
+    x, out: bf16 [T, H]; ids: int32 or int64 [T, k], as the program was compiled for; router: FP32 [T, k];
+    expert_map: int32 [global experts] or None; flags: int32 [16 * ctas], zero before and after.
+    """
     tokens = x.shape[0]
     if tokens == 0:
         return out
@@ -137,6 +158,7 @@ def run(
         experts.experts,
         *experts.addresses(),
         *(t.data_ptr() for t in workspace.tensors()),
+        flags.data_ptr(),
         ctas,
     )
     return out

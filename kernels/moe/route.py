@@ -58,7 +58,9 @@ class Route:
         self.c = config
 
     @cute.jit
-    def launch(self, inputs: tuple, entries: Int64, pairs: Int64, stream: cuda.CUstream, pdl: cutlass.Constexpr):
+    def launch(
+        self, inputs: tuple, entries: Int64, pairs: Int64, stream: cuda.CUstream, pdl: cutlass.Constexpr
+    ):
         """Enqueues the routing into global memory."""
         ids, count, expert_map, global_experts, experts = inputs
         self.kernel(ids, count, expert_map, global_experts, experts, entries, pairs, pdl).launch(
@@ -72,7 +74,9 @@ class Route:
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         words = cutlass.const_expr(self.c.scratch_bytes // 4)
-        scratch = Int32(cutlass.memory.SmemAllocator().allocate_array(Uint32, words, byte_alignment=16).toint())
+        scratch = Int32(
+            cutlass.memory.SmemAllocator().allocate_array(Uint32, words, byte_alignment=16).toint()
+        )
         if cutlass.const_expr(pdl):
             ptx.wait_for_predecessor()
             ptx.dependents_may_start()
@@ -138,7 +142,10 @@ class Route:
 
     @cute.jit
     def place(self, pair: Int32, cursor: Int32, unordered: Int32, pairs: Int32):
-        """Puts a pair behind the smaller ones of its expert; `cursor`: its tokens << 16 | its last slot + 1."""
+        """Puts a pair behind the smaller ones of its expert.
+
+        `cursor`: the expert's tokens << 16 | its last slot + 1.
+        """
         end = cursor & 0xFFFF
         first = end - (cursor >> 16)
         slot = first

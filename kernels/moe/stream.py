@@ -42,6 +42,19 @@ class StreamConfig:
         return self.stages * (self.slot_bytes + 8)
 
 
+@cute.jit
+def bounds(share: tuple, item: Int32):
+    """The chunks [a, b) of an item that a warp with this share takes."""
+    first, last, a_first, a_other, b_last, b_other = share
+    a = a_other
+    if item == first:
+        a = a_first
+    b = b_other
+    if item == last:
+        b = b_last
+    return a, b
+
+
 class Stream:
     """Device code of a stream. `geometry`: addresses of weights and work tiles, row blocks and items of an
     expert, tiles along K, bytes of a row block, L2 policy. `share`: first and last item, first chunk in
@@ -70,22 +83,10 @@ class Stream:
             cute.arch.sync_warp()
 
     @cute.jit
-    def bounds(self, share: tuple, item: Int32):
-        """The chunks [a, b) of an item that this warp takes."""
-        first, last, a_first, a_other, b_last, b_other = share
-        a = a_other
-        if item == first:
-            a = a_first
-        b = b_other
-        if item == last:
-            b = b_last
-        return a, b
-
-    @cute.jit
     def begin(self, geometry: tuple, share: tuple):
         """The state before anything is requested."""
         first, last, a_first, a_other, b_last, b_other = share
-        a, b = self.bounds(share, last)
+        a, b = bounds(share, last)
         todo = b - a
         address = Int64(0)
         if last > first:
@@ -121,7 +122,7 @@ class Stream:
             chunk += 1
             if chunk == end and todo > 0:
                 item -= 1
-                chunk, end = self.bounds(share, item)
+                chunk, end = bounds(share, item)
                 address = self.start(geometry, item, chunk)
         if cutlass.const_expr(not self.c.bulk):
             ptx.cp_async_commit()
@@ -129,7 +130,14 @@ class Stream:
 
     @cute.jit
     def copy(
-        self, slot: Int32, address: Int64, size: Int32, block_bytes: Int64, bar: Int32, lane: Int32, policy: Int64
+        self,
+        slot: Int32,
+        address: Int64,
+        size: Int32,
+        block_bytes: Int64,
+        bar: Int32,
+        lane: Int32,
+        policy: Int64,
     ):
         c = self.c
         if cutlass.const_expr(c.bulk):

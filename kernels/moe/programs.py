@@ -1,0 +1,137 @@
+"""Which decode program serves which number of tokens, and the compiled programs of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .. import layout
+from ..activation import Activation
+
+OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
+TEAM_PAIRS = 16
+CHUNK_TOKENS = 1024  # a call with more tokens runs in pieces, so that its workspace stays bounded
+THREADS_CAPACITY = 1024
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A layer as the programs see it. `inner`: the padded width of an expert on this rank.
+
+    `experts`: on this rank; `global_experts`: in ids; `multiprocessors`: of the device.
+    """
+
+    experts: int
+    global_experts: int
+    hidden: int
+    inner: int
+    topk: int
+    activation: Activation
+    mapped: bool
+    wide_ids: bool
+    arch: str
+    multiprocessors: int
+    native: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return -(-self.experts // THREADS_CAPACITY) * THREADS_CAPACITY
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One program: up to `tokens` tokens a call, launched on `ctas` CTAs; see `DecodeConfig` for the rest."""
+
+    tokens: int
+    ctas: int
+    n_tiles: int
+    blocks: int
+    chunk_tiles: int
+    stages: int
+    min_ctas: int
+    split_up: int
+    split_down: int
+    own_pairs: int
+
+    @property
+    def units(self) -> int:
+        return 2 * self.blocks * self.n_tiles
+
+
+def split_k(columns: int) -> int:
+    """Warps (1, 2, 4 or 8) of a team that shares an item's K, each with at least four tiles."""
+    for warps in (8, 4, 2):
+        if -(-columns // layout.TILE_K // warps) >= 4:
+            return warps
+    return 1
+
+
+def choices(g: Geometry) -> tuple[Choice, ...]:
+    """The programs of a geometry, by token count; the last one takes every larger call in pieces.
+
+    Measured on an H200 (docs/results/notes.md): teams win for one or two tokens, work tiles of 8 tokens
+    while experts have fewer than about 4.5 on average, of 16 up to about 16, of 32 beyond.
+    """
+    two, one = 2 * g.multiprocessors, g.multiprocessors
+    deep = 4 if shared_memory(g.arch) > 200 else 2  # stages where one CTA has an SM to itself
+
+    def until(tokens_per_expert: float) -> int:
+        return max(1, int(tokens_per_expert * g.global_experts / g.topk))
+
+    def run(tokens: int, n_tiles: int, own: bool, **other: int) -> Choice:
+        fields = {"ctas": two, "blocks": 2, "chunk_tiles": 2, "stages": 2, "min_ctas": 2, **other}
+        return Choice(
+            tokens, n_tiles=n_tiles, split_up=1, split_down=1, own_pairs=OWN_PAIRS if own else 0, **fields
+        )
+
+    own = OWN_PAIRS // g.topk
+    team = Choice(
+        max(1, TEAM_PAIRS // g.topk), two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), OWN_PAIRS
+    )
+    found = [team, run(min(own, until(4.5)), 1, True)]
+    if until(4.5) > own:
+        found.append(run(until(4.5), 1, False))
+    if own > until(4.5):
+        found.append(run(own, 2, True))
+    found.append(run(until(16), 2, False))
+    found.append(run(CHUNK_TOKENS, 4, False, ctas=one, stages=deep, min_ctas=0))
+    kept: list[Choice] = []
+    for choice in found:
+        tokens = min(choice.tokens, CHUNK_TOKENS)
+        if not kept or tokens > kept[-1].tokens:
+            kept.append(Choice(**{**choice.__dict__, "tokens": tokens}))
+    return tuple(kept)
+
+
+def number(arch: str) -> int:
+    """90 of sm_90a."""
+    return int("".join(c for c in arch if c.isdigit()))
+
+
+def shared_memory(arch: str) -> int:
+    """KiB that one CTA can use."""
+    return {80: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(number(arch), 227)
+
+
+def choice_for(options: tuple[Choice, ...], tokens: int) -> Choice:
+    """The program that serves a call of `tokens` tokens (in pieces of the last one's size where larger)."""
+    for choice in options:
+        if tokens <= choice.tokens:
+            return choice
+    return options[-1]
+
+
+_lock = threading.Lock()
+_compiled: dict[tuple[object, str], Callable] = {}
+
+
+def program(g: Geometry, choice: Choice) -> Callable:
+    """The compiled host function of a choice, compiled once a process."""
+    from .decode import compile_decode, decode_config
+
+    config = decode_config(g, choice)
+    with _lock:  # two threads must not compile at once
+        if (config, g.arch) not in _compiled:
+            _compiled[config, g.arch] = compile_decode(config, g.arch)
+        return _compiled[config, g.arch]

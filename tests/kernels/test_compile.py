@@ -1,0 +1,68 @@
+"""Every program compiles for every target without a GPU, and within its registers and shared memory."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_csf.kernels.activation import SILU, Activation
+
+pytest.importorskip("cutlass")
+
+from vllm_csf.kernels.moe import programs
+from vllm_csf.kernels.moe.decode import compile_decode, decode_config
+
+SHARED_LIMIT = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90a": 227,
+    "sm_100a": 227,
+    "sm_120a": 99,
+}  # KiB a CTA
+
+
+def geometry(arch: str, native: bool = False, **changes) -> programs.Geometry:
+    fields = {
+        "experts": 128, "global_experts": 128, "hidden": 4096, "inner": 1536, "topk": 8, "activation": SILU,
+        "mapped": False, "wide_ids": False, "arch": arch, "multiprocessors": 132, "native": native,
+    }  # fmt: skip
+    return programs.Geometry(**(fields | changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", list(SHARED_LIMIT))
+@pytest.mark.parametrize("native", [False, True])
+def test_programs_compile(arch, native):
+    g = geometry(arch, native)
+    for choice in programs.choices(g):
+        config = decode_config(g, choice)
+        for gated in (True, False):
+            assert config.gemm(gated).shared_bytes <= SHARED_LIMIT[arch] * 1024
+        assert callable(compile_decode(config, arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mapped": True, "wide_ids": True, "global_experts": 256},
+        {"activation": Activation("silu", limit=7.0)},
+        {"activation": Activation("swiglu_oai", limit=7.0, alpha=1.702, beta=1.0)},
+        {"activation": Activation("swiglu_step", limit=7.0)},
+        {"experts": 2000, "global_experts": 2000},
+    ],
+)
+def test_variants_compile(changes):
+    g = geometry("sm_90a", **changes)
+    choice = programs.choices(g)[1]
+    assert callable(compile_decode(decode_config(g, choice), "sm_90a"))
+
+
+@pytest.mark.parametrize("experts", [4, 64, 512])
+@pytest.mark.parametrize("topk", [1, 2, 8, 10])
+def test_every_token_count_has_a_program_that_can_take_it(experts, topk):
+    options = programs.choices(geometry("sm_90a", experts=experts, global_experts=experts, topk=topk))
+    assert [o.tokens for o in options] == sorted({o.tokens for o in options})
+    for tokens in range(1, options[-1].tokens + 1):
+        choice = programs.choice_for(options, tokens)
+        assert choice.tokens >= tokens
+        assert not choice.own_pairs or tokens * topk <= choice.own_pairs

@@ -1,0 +1,190 @@
+"""The decode kernels on a GPU: exact where exactness is promised, near the truth elsewhere, graph-safe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import expert_stacks as stacks
+import pytest
+import torch
+from vllm_csf.kernels.activation import SILU
+from vllm_csf.kernels.moe import experts as moe
+from vllm_csf.kernels.moe import programs
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, HIDDEN, WIDTH, TOPK = 16, 256, 192, 4
+TOKENS = (1, 3, 8, 17, 40, 64, 200, 700)
+
+
+def arch() -> str:
+    return "sm_{}{}a".format(*torch.cuda.get_device_capability())
+
+
+class Layer:
+    """One layer in one arm (compressed or native), with poisoned scratch and outputs."""
+
+    def __init__(self, stack: stacks.Stack, topk: int, native: bool, **changes) -> None:
+        self.prepared = moe.prepare(*stack.tensors(), native=native)
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        experts = self.prepared.experts
+        geometry = programs.Geometry(
+            experts,
+            experts,
+            self.prepared.hidden,
+            self.prepared.inner,
+            topk,
+            SILU,
+            False,
+            False,
+            arch(),
+            sms,
+            native,
+        )
+        self.geometry = replace(geometry, **changes)
+        self.options = programs.choices(self.geometry)
+        self.flags = torch.zeros(2 * 16 * sms, dtype=torch.int32, device="cuda")
+
+    def workspace(self, tokens: int, choice: programs.Choice) -> moe.Workspace:
+        def poisoned(size: int) -> torch.Tensor:
+            return torch.full((size // 4,), float("nan"), device="cuda").view(torch.uint8)
+
+        g = self.geometry
+        return moe.Workspace.within(
+            poisoned, tokens, g.topk, g.hidden, g.inner, 8 * choice.ctas, choice.units
+        )
+
+    def __call__(self, x, ids, weights, expert_map=None, choice=None):
+        choice = choice or programs.choice_for(self.options, x.shape[0])
+        out = torch.full_like(x, float("nan"))
+        program = programs.program(self.geometry, choice)
+        workspace = self.workspace(x.shape[0], choice)
+        moe.run(program, self.prepared, workspace, self.flags, x, ids, weights, out, expert_map, choice.ctas)
+        torch.cuda.synchronize()
+        assert not self.flags.any()
+        return out
+
+
+def tokens_of(count: int, seed: int = 1) -> torch.Tensor:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(count, HIDDEN, generator=g, device="cuda").bfloat16()
+
+
+def error(out: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((out.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.01, 0.08, 1.0])
+def test_arms_agree_bit_for_bit_and_are_near_the_truth(share):
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, share, seed=3, device="cuda", wild=share >= 0.01)
+    if share >= 0.01:
+        stack.scale13[0, 0] = 0
+        stack.scale13[0, 5] = torch.arange(HIDDEN // 16, device="cuda") % 9
+        stack.scale2[0, 3] = 126
+        stack.scale2[1, 4] = 0
+    csf, native = Layer(stack, TOPK, False), Layer(stack, TOPK, True)
+    for count in TOKENS:
+        x = tokens_of(count)
+        ids, weights = stacks.random_routing(count, EXPERTS, TOPK, count, "cuda")
+        truth = stacks.truth(stack, x, ids, weights)
+        for choice in {programs.choice_for(csf.options, count), csf.options[-1], csf.options[-2]}:
+            if choice.own_pairs and count * TOPK > choice.own_pairs:
+                continue
+            out = csf(x, ids, weights, choice=choice)
+            assert torch.equal(
+                out.view(torch.int16), native(x, ids, weights, choice=choice).view(torch.int16)
+            )
+            assert torch.equal(out.view(torch.int16), csf(x, ids, weights, choice=choice).view(torch.int16))
+            assert error(out, truth) < 5e-3
+
+
+def test_nan_scales_pass_through():
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, 0.003, device="cuda")
+    stack.scale2[2, 7, 1] = 0x7F
+    x = tokens_of(5)
+    ids, weights = stacks.random_routing(5, EXPERTS, TOPK, 0, "cuda")
+    ids[0, 0], ids[1] = 2, torch.tensor([3, 4, 5, 6], device="cuda")
+    for native in (False, True):
+        out = Layer(stack, TOPK, native)(x, ids, weights)
+        assert out[0, 7].isnan()
+        assert not out[0, :7].isnan().any()
+        assert not out[1].isnan().any()
+
+
+def test_ids_outside_are_ignored_also_above_32_bits():
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, 0.003, device="cuda")
+    x = tokens_of(9)
+    ids, weights = stacks.random_routing(9, EXPERTS, TOPK, 0, "cuda")
+    ids[0] = -1
+    ids[1, 1], ids[2, 2] = EXPERTS, 99
+    ids[3] = 3
+    truth = stacks.truth(stack, x, ids, weights)
+    layer = Layer(stack, TOPK, False)
+    assert error(layer(x, ids, weights), truth) < 5e-3
+    wide = Layer(stack, TOPK, False, wide_ids=True)
+    far = ids.long()
+    far[4, 0] = 3 + (1 << 32)
+    weights[4, 0] = 0
+    ids[4, 0] = -1
+    out = wide(x, far, weights)
+    assert error(out, stacks.truth(stack, x, ids, weights)) < 5e-3
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+def test_expert_map_selects_local_experts():
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, 0.003, device="cuda")
+    world = 40
+    expert_map = torch.full((world,), -1, dtype=torch.int32, device="cuda")
+    expert_map[5:21] = torch.arange(16, dtype=torch.int32, device="cuda")
+    layer = Layer(stack, TOPK, False, mapped=True, global_experts=world)
+    for count in (1, 30, 300):
+        x = tokens_of(count)
+        ids, weights = stacks.random_routing(count, world, TOPK, count, "cuda")
+        local = expert_map[ids.long()]
+        out = layer(x, ids, weights, expert_map)
+        assert error(out, stacks.truth(stack, x, local, weights)) < 5e-3
+
+
+def test_all_tokens_to_one_expert_and_no_expert_hit():
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, 0.003, device="cuda")
+    layer = Layer(stack, TOPK, False)
+    for count in (1, 20, 100):
+        x = tokens_of(count)
+        ids, weights = stacks.random_routing(count, EXPERTS, TOPK, 0, "cuda")
+        ids[:] = 7
+        assert error(layer(x, ids, weights), stacks.truth(stack, x, ids, weights)) < 5e-3
+        ids[:] = -1
+        assert not layer(x, ids, weights).any()
+
+
+@pytest.mark.parametrize("count", [1, 6, 60])
+def test_captured_calls_follow_changed_inputs_and_allocate_nothing(count):
+    stack = stacks.random_stack(EXPERTS, HIDDEN, WIDTH, 0.01, device="cuda")
+    layer = Layer(stack, TOPK, False)
+    choice = programs.choice_for(layer.options, count)
+    program = programs.program(layer.geometry, choice)
+    x, out = tokens_of(count), torch.empty(count, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ids, weights = stacks.random_routing(count, EXPERTS, TOPK, 0, "cuda")
+    workspace = layer.workspace(count, choice)
+
+    def call() -> None:
+        moe.run(program, layer.prepared, workspace, layer.flags, x, ids, weights, out, None, choice.ctas)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.graph(graph):
+        call()
+    for seed in range(4):
+        x.copy_(tokens_of(count, seed))
+        fresh = stacks.random_routing(count, EXPERTS, TOPK, seed, "cuda")
+        ids.copy_(fresh[0])
+        weights.copy_(fresh[1])
+        out.fill_(float("nan"))
+        for tensor in workspace.tensors():
+            tensor.view(torch.uint8).fill_(255)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert error(out, stacks.truth(stack, x, ids, weights)) < 5e-3
+    assert torch.cuda.memory_allocated() <= before
