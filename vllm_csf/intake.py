@@ -70,12 +70,16 @@ class Intake:
         shape: LayerShape,
         local_expert: Callable[[int], int],
         global_scale_divides: bool,
+        exception_room: float = 0.0,
     ) -> None:
+        """exception_room: share of the scales, 0 to 1, that later weights may have as exceptions, if that
+        is more than the first ones have (and a quarter)."""
         # A strong reference would keep a dropped model alive through vLLM's record of its parameters.
         self._layer = weakref.ref(layer)
         self.shape = shape
         self._local_expert = local_expert
         self._global_scale_divides = global_scale_divides
+        self._exception_room = exception_room
         self._room: dict[str, tuple[int, int]] = {}
         self._forget()
 
@@ -275,28 +279,37 @@ class Intake:
         keys = itertools.product(range(self.shape.experts), shards)
         words = [self._exceptions[key] for key in keys]
         fixed = self._resident(f"csf_fixed{half}")
-        counts = torch.tensor([0, *(len(w) for w in words)], device="cpu")
+        counts = torch.tensor([len(w) for w in words], device="cpu")
         rows, cols = self.shape.local_plane(shards[0])
-        capacity, longest = self._room_for(half, int(counts.sum()), int(counts.max()), rows * cols)
+        capacity, longest = self._room_for(half, counts, rows * cols)
         entries = torch.zeros(capacity, dtype=torch.int32, device=fixed.device)
         entries[: int(counts.sum())] = torch.cat(words).to(fixed.device)
-        offsets = counts.cumsum(0).to(fixed.device)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(fixed.device)
         return reference.ScalePlanes(fixed, offsets, entries, rows, cols, longest)
 
-    def _room_for(self, half: str, count: int, longest: int, plane: int) -> tuple[int, int]:
-        """Capacity of the exceptions, and of the longest plane.
+    def _room_for(self, half: str, counts: torch.Tensor, plane: int) -> tuple[int, int]:
+        """Capacity of the exceptions of all planes, and of the longest one.
 
         Both have some room, because a reload brings other exceptions into tensors whose addresses
         captured graphs know.
         """
-        room = self._room.setdefault(half, (count + count // 4 + 64, min(plane, 2 * longest + 64)))
-        for found, limit, what in zip(
-            (count, longest), room, ("exceptions", "exceptions in a plane"), strict=True
+        count, longest = int(counts.sum()), int(counts.max())
+        share, planes = self._exception_room, len(counts)
+        room = self._room.setdefault(
+            half,
+            (
+                max(count + count // 4 + 64, round(share * plane * planes)),
+                min(plane, max(2 * longest + 64, round(share * plane))),
+            ),
+        )
+        for found, limit, what in (
+            (count, room[0], "exceptions"),
+            (longest, room[1], "exceptions in a plane"),
         ):
             if found > limit:
                 raise FormatError(
                     f"{self.shape.name}: new weights have {found} {what}, expected at most {limit}; "
-                    "start the server anew to serve them"
+                    "start the server anew, or with more csf_exception_room in --additional-config"
                 )
         return room
 

@@ -124,7 +124,8 @@ def test_reload(checkpoint, engine, reference, layout: str, load_format: str) ->
 
 
 def test_dummy_weights_start_and_make_way_for_real_ones(checkpoint, engine, want) -> None:
-    llm = engine(checkpoint(FAMILY, "csf"), load_format="dummy")
+    room = {"csf_exception_room": 0.2}
+    llm = engine(checkpoint(FAMILY, "csf"), load_format="dummy", additional_config=room)
     assert tokens(llm) != want
     llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
     llm.collective_rpc("reload_weights")

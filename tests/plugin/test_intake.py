@@ -168,14 +168,28 @@ def test_new_weights_with_other_exceptions_take_the_old_tensors() -> None:
     assert shapes[0] == shapes[1]
 
 
+def wild() -> Checkpoint:
+    checkpoint = Checkpoint()
+    for projection in checkpoint.projections.values():
+        projection.scale[:] = torch.randint(0, 120, projection.scale.shape, dtype=torch.uint8)
+    return checkpoint
+
+
 def test_new_weights_with_far_more_exceptions_are_refused() -> None:
     layer = Layer()
     fill(layer)
     layer.finish()
-    wild = Checkpoint()
-    for projection in wild.projections.values():
-        projection.scale[:] = torch.randint(0, 120, projection.scale.shape, dtype=torch.uint8)
-    for tensor in wild.tensors(MODELOPT, True):
+    for tensor in wild().tensors(MODELOPT, True):
         layer.receive(*tensor)
     with pytest.raises(FormatError, match=r"new weights have \d+ exceptions, expected at most \d+"):
         layer.finish()
+
+
+def test_room_for_far_more_exceptions_can_be_asked_for() -> None:
+    layer = Layer(room=1.0)
+    fill(layer)
+    layer.finish()
+    checkpoint = wild()
+    for tensor in checkpoint.tensors(MODELOPT, True):
+        layer.receive(*tensor)
+    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
