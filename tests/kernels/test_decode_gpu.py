@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import expert_stacks as stacks
 import pytest
 import torch
 from vllm_csf.kernels.activation import SILU
 from vllm_csf.kernels.moe import experts as moe
 from vllm_csf.kernels.moe import programs
+
+from vllm_csf.bench import layers as stacks
 
 pytestmark = pytest.mark.gpu
 

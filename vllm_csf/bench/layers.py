@@ -1,4 +1,4 @@
-"""Random expert layers and their truth in FP64, for tests of the kernels. Needs torch alone."""
+"""Random expert layers and their truth in FP64, for measurements and tests. Needs torch alone."""
 
 from __future__ import annotations
 
