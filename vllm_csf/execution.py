@@ -48,9 +48,6 @@ class ReferenceExecution:
 
     name = "reference"
 
-    def __init__(self) -> None:
-        self._layer: reference.ExpertLayer | None = None
-
     @staticmethod
     def supports(device: torch.device) -> bool:
         return device.type in ("cpu", "cuda")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from asking import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 

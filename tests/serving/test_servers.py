@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from conftest import Answer, ask
-from server import ServerError
+from asking import Answer, ServerError, ask
 
 pytestmark = pytest.mark.server
 
