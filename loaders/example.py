@@ -1,0 +1,241 @@
+"""Small random checkpoints for the demo and the tests: one set of weights, in every layout.
+
+    modelopt             layout C, ModelOpt's NVFP4
+    compressed-tensors   layout C, nvfp4-pack-quantized
+    csf                  layout A
+    container            layout B; a server is given its `metadata` folder
+    dequantized          the same numbers as an unquantised FP32 checkpoint: what stock vLLM can serve
+
+Everything but the experts is stored in FP32 and is not quantised, so that nothing is rounded twice.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from . import codec, example_config
+from .errors import CheckpointError
+from .quantize import Quantized, global_scale, quantize
+
+FAMILIES = ("qwen3-moe", "glm4-moe")
+LAYOUTS = ("modelopt", "compressed-tensors", "csf", "container", "dequantized")
+SHARDS = 2
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DEGREES_OF_FREEDOM = 4.0  # of Student's t: tails that make exceptions
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """hidden and width: multiples of 32; experts: more than two."""
+
+    layers: int = 2
+    hidden: int = 128
+    width: int = 96
+    experts: int = 8
+    topk: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    vocabulary: int = 300
+
+
+def make_example(
+    folder: Path | str,
+    family: str = "qwen3-moe",
+    layout: str = "modelopt",
+    seed: int = 0,
+    unequal_gate_up: bool = False,
+    **sizes: int,
+) -> Path:
+    """Writes a checkpoint into `folder` (made, must be empty) and returns it.
+
+    The weights depend on family, seed and sizes (fields of `Sizes`) alone, not on the layout. Raises
+    ValueError for an unknown family, layout or size, CheckpointError where the folder is not empty.
+    """
+    folder = Path(folder)
+    if family not in FAMILIES or layout not in LAYOUTS:
+        raise ValueError(f"family is {family!r}, layout {layout!r}; expected one of {FAMILIES} and {LAYOUTS}")
+    unknown = set(sizes) - set(asdict(Sizes()))
+    if unknown:
+        raise ValueError(f"sizes {sorted(unknown)} are unknown, expected {sorted(asdict(Sizes()))}")
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: is not empty, expected a new folder")
+    size = Sizes(**sizes)
+    weights = _Weights(family, size, seed, unequal_gate_up)
+    tensors = weights.others() | _experts(weights, layout)
+    metadata = folder / "metadata" if layout == "container" else folder
+    metadata.mkdir(parents=True, exist_ok=True)
+    if layout == "container":
+        _write_container(folder, tensors, family)
+    else:
+        _write_shards(folder, tensors)
+    example_config.write_metadata(metadata, family, layout, size, weights.expert_modules())
+    return folder
+
+
+class _Weights:
+    """Draws the numbers, always in the same order."""
+
+    def __init__(self, family: str, size: Sizes, seed: int, unequal: bool) -> None:
+        self.family, self.size, self._unequal = family, size, unequal
+        self._generator = torch.Generator().manual_seed(seed)
+        self._others = self._draw_others()
+        self.experts = {
+            f"{module}.{e}": self._draw_expert()
+            for module in self.expert_modules()
+            for e in range(size.experts)
+        }
+
+    @property
+    def _mtp(self) -> int:
+        return int(self.family == "glm4-moe")
+
+    def expert_modules(self) -> list[str]:
+        return [f"model.layers.{n}.mlp.experts" for n in range(self.size.layers + self._mtp)]
+
+    def others(self) -> Tensors:
+        return dict(self._others)
+
+    def _normal(self, *shape: int, std: float = 0.05) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator) * std
+
+    def _heavy(self, *shape: int, std: float = 0.12) -> torch.Tensor:
+        """Student's t: a normal over the root of a chi-square over its degrees of freedom."""
+        squares = torch.randn(int(DEGREES_OF_FREEDOM), *shape, generator=self._generator).square().mean(0)
+        return self._normal(*shape, std=std) / squares.sqrt()
+
+    def _draw_expert(self) -> dict[str, Quantized]:
+        hidden, width = self.size.hidden, self.size.width
+        gate, up, down = self._heavy(width, hidden), self._heavy(width, hidden), self._heavy(hidden, width)
+        shared = global_scale(gate, up)
+        scales = (None, None) if self._unequal else (shared, shared)
+        parts = (quantize(gate, scales[0]), quantize(up, scales[1]), quantize(down))
+        return dict(zip(PROJECTIONS, parts, strict=True))
+
+    def _draw_others(self) -> Tensors:
+        s = self.size
+        out = {
+            "model.embed_tokens.weight": self._normal(s.vocabulary, s.hidden, std=1.0),
+            "lm_head.weight": self._normal(s.vocabulary, s.hidden, std=0.3),
+            "model.norm.weight": torch.ones(s.hidden),
+        }
+        for layer in range(s.layers + self._mtp):
+            out |= self._draw_layer(f"model.layers.{layer}.")
+        if self._mtp:
+            out |= self._draw_mtp(f"model.layers.{s.layers}.", out)
+        return out
+
+    def _draw_layer(self, prefix: str) -> Tensors:
+        s = self.size
+        attention, query, kv = f"{prefix}self_attn.", s.heads * s.head_dim, s.kv_heads * s.head_dim
+        out = {
+            f"{prefix}input_layernorm.weight": torch.ones(s.hidden),
+            f"{prefix}post_attention_layernorm.weight": torch.ones(s.hidden),
+            f"{attention}q_proj.weight": self._normal(query, s.hidden),
+            f"{attention}k_proj.weight": self._normal(kv, s.hidden),
+            f"{attention}v_proj.weight": self._normal(kv, s.hidden),
+            f"{attention}o_proj.weight": self._normal(s.hidden, query),
+            f"{prefix}mlp.gate.weight": self._normal(s.experts, s.hidden, std=0.3),
+        }
+        if self.family == "qwen3-moe":
+            out |= {f"{attention}{n}_norm.weight": torch.ones(s.head_dim) for n in "qk"}
+            return out
+        out |= {
+            f"{attention}{name}_proj.bias": self._normal(rows)
+            for name, rows in (("q", query), ("k", kv), ("v", kv))
+        }
+        out[f"{prefix}mlp.gate.e_score_correction_bias"] = self._normal(s.experts)
+        for name in PROJECTIONS:
+            rows, columns = (s.hidden, s.width) if name == "down_proj" else (s.width, s.hidden)
+            out[f"{prefix}mlp.shared_experts.{name}.weight"] = self._normal(rows, columns)
+        return out
+
+    def _draw_mtp(self, prefix: str, model: Tensors) -> Tensors:
+        hidden = self.size.hidden
+        return {
+            f"{prefix}embed_tokens.weight": model["model.embed_tokens.weight"].clone(),
+            f"{prefix}enorm.weight": torch.ones(hidden),
+            f"{prefix}hnorm.weight": torch.ones(hidden),
+            f"{prefix}eh_proj.weight": self._normal(hidden, 2 * hidden),
+            f"{prefix}shared_head.norm.weight": torch.ones(hidden),
+            f"{prefix}shared_head.head.weight": model["lm_head.weight"].clone(),
+        }
+
+
+def _experts(weights: _Weights, layout: str) -> Tensors:
+    out: Tensors = {}
+    for expert, projections in weights.experts.items():
+        for name, part in projections.items():
+            out |= _projection(f"{expert}.{name}.", part, layout)
+    return out
+
+
+def _projection(prefix: str, part: Quantized, layout: str) -> Tensors:
+    if layout == "dequantized":
+        return {f"{prefix}weight": part.dequantize()}
+    plain = part.scale.view(torch.float8_e4m3fn)
+    if layout == "compressed-tensors":
+        return {
+            f"{prefix}weight_packed": part.packed,
+            f"{prefix}weight_scale": plain,
+            f"{prefix}weight_global_scale": (1 / part.global_scale).reshape(1),
+            f"{prefix}input_global_scale": torch.tensor([64.0]),
+        }
+    out = {f"{prefix}weight": part.packed}
+    if layout == "modelopt":
+        out[f"{prefix}weight_scale"] = plain
+    else:
+        plane = codec.encode(part.scale)
+        out[f"{prefix}weight_scale{codec.NVFP4.fixed_suffix}"] = plane.fixed
+        out[f"{prefix}weight_scale{codec.NVFP4.exceptions_suffix}"] = plane.exceptions
+    out[f"{prefix}weight_scale_2"] = part.global_scale.clone()
+    out[f"{prefix}input_scale"] = torch.tensor(1 / 64)
+    return out
+
+
+def _split(tensors: Tensors) -> list[Tensors]:
+    """Into `SHARDS` parts of about equal size, in order."""
+    total = sum(t.nbytes for t in tensors.values())
+    parts: list[Tensors] = [{} for _ in range(SHARDS)]
+    seen = 0
+    for name, tensor in tensors.items():
+        parts[min(SHARDS - 1, seen * SHARDS // total)][name] = tensor
+        seen += tensor.nbytes
+    return parts
+
+
+def _write_shards(folder: Path, tensors: Tensors) -> None:
+    weight_map = {}
+    for number, part in enumerate(_split(tensors), start=1):
+        shard = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
+        save_file(part, folder / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, shard)
+    size = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_container(folder: Path, tensors: Tensors, family: str) -> None:
+    shards: list[dict[str, Any]] = []
+    names = {}
+    (folder / "tensors").mkdir(parents=True)
+    for number, part in enumerate(_split(tensors), start=1):
+        shard = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
+        path = folder / "tensors" / shard
+        save_file(part, path, metadata={"format": "pt"})
+        shards.append({"file": shard, "target_file_bytes": path.stat().st_size})
+        for name in part:
+            for suffix in (codec.NVFP4.fixed_suffix, codec.NVFP4.exceptions_suffix):
+                name = name.removesuffix(suffix)
+            names[name] = shard
+    head = {"schema": "lil-nvfp4-csf-checkpoint/1", "codec": codec.NVFP4.name, "family": family}
+    (folder / "manifest.json").write_text(json.dumps(head | {"shards": shards}, indent=2) + "\n")
+    (folder / "build-contract.json").write_text(json.dumps(head | {"source_names": names}, indent=2) + "\n")

@@ -1,0 +1,107 @@
+"""The example checkpoints: one set of weights in every layout."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from vllm_csf.loaders import codec, example
+from vllm_csf.loaders.checkpoint import open_checkpoint
+from vllm_csf.loaders.errors import CheckpointError
+
+COMPRESSED = ("modelopt", "compressed-tensors", "csf", "container")
+
+
+@pytest.fixture(scope="module", params=example.FAMILIES)
+def family(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp(request.param)
+    return {layout: example.make_example(root / layout, request.param, layout) for layout in example.LAYOUTS}
+
+
+def experts(folder):
+    """Weight bytes, scale bytes and global scale of every projection."""
+    with open_checkpoint(folder) as checkpoint:
+        return {
+            (layer.name, source.expert, source.projection): (
+                source.weight(),
+                codec.decode(source.plane()),
+                source.global_scale,
+            )
+            for layer in checkpoint.layers
+            for source in layer.sources()
+        }
+
+
+def tensors(folder):
+    out = {}
+    for shard in sorted(folder.glob("**/*.safetensors")):
+        with safe_open(shard, "pt") as f:
+            out |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    return out
+
+
+def test_layouts_hold_the_same_experts(family):
+    first, *others = (experts(family[layout]) for layout in COMPRESSED)
+    for other in others:
+        assert other.keys() == first.keys()
+        for key, parts in first.items():
+            assert all(torch.equal(a, b) for a, b in zip(parts, other[key], strict=True)), key
+
+
+def test_dequantized_is_the_product_in_float32(family):
+    plain = tensors(family["dequantized"])
+    fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for (layer, expert, projection), (packed, scale, factor) in experts(family["csf"]).items():
+        values = torch.stack((fp4[(packed & 15).long()], fp4[(packed >> 4).long()]), -1).flatten(-2)
+        values = values * scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1) * factor
+        assert torch.equal(plain[f"{layer}.{expert}.{projection}_proj.weight"], values)
+
+
+def test_other_tensors_and_tokenizer_are_the_same(family):
+    reference = {n: t for n, t in tensors(family["csf"]).items() if ".experts." not in n}
+    for layout in example.LAYOUTS:
+        found = {n: t for n, t in tensors(family[layout]).items() if ".experts." not in n}
+        assert found.keys() == reference.keys()
+        assert all(torch.equal(found[n], reference[n]) for n in found)
+        folder = family[layout] / "metadata" if layout == "container" else family[layout]
+        assert json.loads((folder / "tokenizer.json").read_text())["model"]["type"] == "BPE"
+
+
+def test_exceptions_occur_and_gate_and_up_share_their_scale(family, tmp_path):
+    with open_checkpoint(family["csf"]) as checkpoint:
+        planes = [p for layer in checkpoint.layers for p in layer.planes("up")]
+        assert sum(len(p.exceptions) for p in planes) > 0.01 * sum(p.native_nbytes for p in planes)
+        assert not any(layer.unequal_global_scales() for layer in checkpoint.layers)
+    with open_checkpoint(example.make_example(tmp_path / "e", unequal_gate_up=True)) as checkpoint:
+        assert all(layer.unequal_global_scales() for layer in checkpoint.layers)
+
+
+def test_seed_decides_and_sizes_can_be_chosen(tmp_path):
+    one, same, other = (
+        tensors(example.make_example(tmp_path / str(n), seed=seed, experts=4))
+        for n, seed in enumerate((1, 1, 2))
+    )
+    assert all(torch.equal(one[n], same[n]) for n in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+    assert "model.layers.0.mlp.experts.4.up_proj.weight" not in one
+
+
+def test_transformers_reads_config_and_tokenizer(family):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family["csf"])
+    text = "Grüße, 世界!"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "user: hi" in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    config = transformers.AutoConfig.from_pretrained(family["dequantized"])
+    assert config.vocab_size == len(tokenizer)
+
+
+def test_wrong_requests_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="family"):
+        example.make_example(tmp_path / "a", family="other")
+    with pytest.raises(ValueError, match="layers_"):
+        example.make_example(tmp_path / "a", layers_=3)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="not empty"):
+        example.make_example(tmp_path / "full")
