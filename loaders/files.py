@@ -74,6 +74,13 @@ class TensorInfo(NamedTuple):
         return count
 
 
+def element_bits(dtype: str) -> int:
+    """Bits of an element of a safetensors dtype. Raises FormatError for an unknown one."""
+    if dtype not in _BITS:
+        raise FormatError(f"dtype is {dtype!r}, expected one of {sorted(_BITS)}")
+    return _BITS[dtype]
+
+
 # ---- headers -------------------------------------------------------------------------------------
 
 

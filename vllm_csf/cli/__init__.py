@@ -1,1 +1,47 @@
-"""The ``vllm-csf`` command."""
+"""The ``vllm-csf`` command: one module a subcommand, loaded when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+# Name, module and help. Arguments are declared by the module's `configure`, which imports nothing heavy.
+COMMANDS = (
+    ("inspect", "inspect", "what a checkpoint holds, and how small its scales get"),
+    ("convert", "convert", "compress the block scales of an NVFP4 checkpoint"),
+    ("verify", "verify", "decode and check every plane of a compressed checkpoint"),
+    ("restore", "restore", "rebuild the source of a converted checkpoint, byte for byte"),
+    ("make-example", "example", "make a small random checkpoint"),
+)
+USAGE, FAILURE = 2, 1
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="vllm-csf", description="NVFP4 experts with compressed block scales.")
+    out.add_argument("--version", action="version", version=__version__)
+    commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, help_ in COMMANDS:
+        command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
+        loaded = importlib.import_module(f".{module}", __name__)
+        loaded.configure(command)
+        command.set_defaults(run=loaded.run)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 for findings and failures, 2 for wrong usage."""
+    given = parser().parse_args(arguments)
+    from ..loaders.errors import CheckpointError
+
+    try:
+        return int(given.run(given) or 0)
+    except (CheckpointError, OSError) as error:
+        print(f"vllm-csf {given.command}: {error}", file=sys.stderr)
+        return FAILURE
+    except KeyboardInterrupt:
+        print(f"vllm-csf {given.command}: interrupted", file=sys.stderr)
+        return 130
