@@ -104,6 +104,8 @@ def start(arguments: argparse.Namespace, record: Record) -> Any:
     options: dict[str, Any] = {"enforce_eager": not cuda, "enable_sleep_mode": cuda and arguments.sleep}
     if cuda:
         options["gpu_memory_utilization"] = 0.5
+    if arguments.execution != "auto":
+        options["additional_config"] = {"csf_execution": arguments.execution}
     if arguments.mtp:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": arguments.mtp}
     began = time.perf_counter()
@@ -204,6 +206,7 @@ def main() -> int:
         "--mtp", type=int, default=0, help="speculative tokens from the checkpoint's MTP layer"
     )
     parser.add_argument("--load-format", default="auto", choices=["auto", "csf"])
+    parser.add_argument("--execution", default="auto", choices=["auto", "cute", "reference"])
     parser.add_argument("--dtype", choices=sorted(TOLERANCE))
     parser.add_argument("--sleep", action="store_true", help="also sleep and wake at both levels (CUDA)")
     arguments = parser.parse_args()

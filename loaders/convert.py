@@ -70,8 +70,8 @@ def convert(source: Path, target: Path, tool: str, jobs: int = 1, progress: Prog
             for shard in todo:
                 job.shard(shard)
         _finish(checkpoint, source, target, shards, tool)
-    sizes = [sum((root / shard).stat().st_size for shard in shards) for root in (source, target)]
-    return Result(*sizes, converted=len(todo), shards=len(shards))
+    before, after = (sum((root / s).stat().st_size for s in shards) for root in (source, target))
+    return Result(before, after, converted=len(todo), shards=len(shards))
 
 
 # ---- before --------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class _Job:
             found = names.parse(name)
             if found is not None and found.module in self._ours and found.part == names.SCALE:
                 groups[self._checkpoint.tensors[name].shape].append(name)
-        planes = {}
+        planes: dict[str, Plane] = {}
         for shape, members in groups.items():
             batch = max(1, BATCH_BYTES // max(1, int(np.prod(shape))))
             for start in range(0, len(members), batch):
@@ -285,7 +285,7 @@ def _new_index(source: Path, target: Path, shards: list[str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     if (source / INDEX).exists():
         metadata = dict(json.loads((source / INDEX).read_text()).get("metadata") or {})
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     size = 0
     for shard in shards:
         record = conversion.read_shard_record(target, shard)

@@ -213,7 +213,7 @@ def _split(tensors: Tensors) -> list[Tensors]:
 
 
 def _write_shards(folder: Path, tensors: Tensors) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(_split(tensors), start=1):
         shard = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
         save_file(part, folder / shard, metadata={"format": "pt"})

@@ -73,8 +73,9 @@ def _source_bytes(
         return
     stored = record.names.get(name, name)
     if name + NVFP4.fixed_suffix in checkpoint.tensors:
-        streams = [checkpoint.read(name + s) for s in (NVFP4.fixed_suffix, NVFP4.exceptions_suffix)]
-        yield decode(plane_from_streams(*streams, *shape, NVFP4, name)).numpy().tobytes()
+        fixed, exceptions = (checkpoint.read(name + s) for s in (NVFP4.fixed_suffix, NVFP4.exceptions_suffix))
+        rows, columns = shape
+        yield decode(plane_from_streams(fixed, exceptions, rows, columns, NVFP4, name)).numpy().tobytes()
     elif stored != name and not name.endswith(".weight_packed"):
         yield (1 / checkpoint.read(stored).to(torch.float32)).numpy().tobytes()
     elif stored in checkpoint.tensors:

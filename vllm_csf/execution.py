@@ -108,8 +108,8 @@ class ReferenceExecution:
         )
 
     def _planes_of(self, half: str, resident: Tensors) -> reference.ScalePlanes:
-        streams = (resident[f"{kind}{half}"] for kind in ("fixed", "offsets", "entries"))
-        return reference.ScalePlanes(*streams, *self._planes[half])
+        fixed, offsets, entries = (resident[f"{kind}{half}"] for kind in ("fixed", "offsets", "entries"))
+        return reference.ScalePlanes(fixed, offsets, entries, *self._planes[half])
 
 
 def _planes_by_name(half: str, planes: reference.ScalePlanes) -> dict[str, torch.Tensor]:

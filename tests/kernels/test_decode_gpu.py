@@ -26,7 +26,7 @@ class Layer:
     """One layer in one arm (compressed or native), with poisoned scratch and outputs."""
 
     def __init__(self, stack: stacks.Stack, topk: int, native: bool, **changes) -> None:
-        self.prepared = moe.prepare(*stack.tensors(), native=native)
+        self.prepared = stack.prepare(native)
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         experts = self.prepared.experts
         geometry = programs.Geometry(

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server]
 CASES = {
     "qwen3-moe, streams": ("qwen3-moe", "csf", []),
     "qwen3-moe, plain, lazy": ("qwen3-moe", "modelopt", ["--load-format", "csf"]),
+    "qwen3-moe, reference": ("qwen3-moe", "csf", ["--execution", "reference"]),
     "glm4-moe, MTP": ("glm4-moe", "csf", ["--mtp", "1"]),
 }
 

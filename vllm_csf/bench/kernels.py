@@ -50,7 +50,7 @@ class Arm:
 
 def our_arm(name: str, stack: layers.Stack, topk: int) -> Arm:
     native = name == "native"
-    prepared = moe.prepare(*stack.tensors(), native=native)
+    prepared = stack.prepare(native)
     properties = torch.cuda.get_device_properties(0)
     geometry = programs.Geometry(
         prepared.experts,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.moe import experts as moe
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -20,8 +22,11 @@ class Stack:
     alpha13: torch.Tensor
     alpha2: torch.Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.w13, self.scale13, self.w2, self.scale2, self.alpha13, self.alpha2
+    def prepare(self, native: bool) -> moe.PreparedExperts:
+        """The layer as the kernels take it, with compressed or native scales."""
+        return moe.prepare(
+            self.w13, self.scale13, self.w2, self.scale2, self.alpha13, self.alpha2, native=native
+        )
 
 
 def random_stack(
