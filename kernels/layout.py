@@ -391,7 +391,8 @@ def unpack_scales(m: PreparedMatrix) -> torch.Tensor:
         base = (m.bases & ~ROW_FLAG).view(s.experts, s.row_blocks, 8, 2, 2).permute(0, 1, 3, 4, 2)
         code = _split_codes(words)
         tiled = code + base[:, :, None, :, :, :, None]
-        tiled[dense_tile] = code[dense_tile] | _split_codes(m.dense) << 4
+        dense = m.dense[: int(dense_tile.sum())]  # there may be room behind
+        tiled[dense_tile] = code[dense_tile] | _split_codes(dense) << 4
     owner, lane, word = _read_records(m)
     tile = owner % s.slices * SLICE_TILES + (word >> 10)
     place = (word >> 8 & 3) * 32 + lane

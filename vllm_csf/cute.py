@@ -26,6 +26,7 @@ class CuteExecution:
     def __init__(self) -> None:
         self._layer: tuple[int, int, int, Activation] | None = None
         self._rooms: dict[str, tuple[int, int]] = {}
+        self._shapes: dict[str, layout.Shape] = {}
         self._plans: dict[tuple[int, int, bool, bool], tuple[programs.Choice, ...]] = {}
 
     @staticmethod
@@ -47,12 +48,10 @@ class CuteExecution:
             "alphas2": layer.alphas2.float().contiguous(),
         }
         self._layer = (layer.experts, layer.hidden, moe.pad_to_tile(layer.width), layer.activation)
-        properties = torch.cuda.get_device_properties(layer.w2.device)
-        self._arch = f"sm_{properties.major}{properties.minor}a"
-        self._multiprocessors = properties.multi_processor_count
+        self._arch, self._multiprocessors = _device(layer.w2.device)
         # Zero before and after every call; see `Epilogue.finish_run`.
-        workers = 2 * self._multiprocessors * 8
-        resident["flags"] = torch.zeros(2 * workers, dtype=torch.int32, device=layer.w2.device)
+        warps = 2 * self._multiprocessors * 8
+        resident["flags"] = torch.zeros(2 * warps, dtype=torch.int32, device=layer.w2.device)
         return resident
 
     def _pack(
@@ -64,7 +63,7 @@ class CuteExecution:
         ]
         matrix = layout.concatenate(parts)
         del parts
-        self._shapes = {**getattr(self, "_shapes", {}), half: matrix.shape}
+        self._shapes[half] = matrix.shape
         found = dict(zip(MATRICES, matrix.tensors(), strict=True))
         room = self._room_for(half, found["records"].numel(), found["dense"].shape[0])
         for name, size in zip(("records", "dense"), room, strict=True):
@@ -194,6 +193,12 @@ class CuteExecution:
             for half, shape in self._shapes.items()
         }
         return moe.PreparedExperts(matrices["13"], matrices["2"], resident["alphas13"], resident["alphas2"])
+
+
+def _device(device: torch.device) -> tuple[str, int]:
+    """Architecture and multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
 
 
 def can_compute(dtype: torch.dtype, activation: Activation, hidden: int) -> bool:
