@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """hidden and width: multiples of 32; experts: more than two."""
+    """hidden and width: multiples of 32; vocabulary: at least the special tokens and all bytes."""
 
     layers: int = 2
     hidden: int = 128
@@ -45,6 +45,17 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 32
     vocabulary: int = 300
+
+    def check(self) -> None:
+        """Raises ValueError for sizes that no layout, or no tokenizer, can hold."""
+        for name in ("hidden", "width"):
+            if (value := getattr(self, name)) < 32 or value % 32:
+                raise ValueError(f"{name} is {value}, expected a multiple of 32")
+        least = len(example_config.SPECIALS) + 256
+        if self.vocabulary < least:
+            raise ValueError(f"vocabulary is {self.vocabulary}, expected at least {least}")
+        if not 1 <= self.topk <= self.experts:
+            raise ValueError(f"topk is {self.topk}, expected 1 to {self.experts}, the number of experts")
 
 
 def make_example(
@@ -69,6 +80,7 @@ def make_example(
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty, expected a new folder")
     size = Sizes(**sizes)
+    size.check()
     weights = _Weights(family, size, seed, unequal_gate_up)
     tensors = weights.others() | _experts(weights, layout)
     metadata = folder / "metadata" if layout == "container" else folder
@@ -124,7 +136,7 @@ class _Weights:
         s = self.size
         out = {
             "model.embed_tokens.weight": self._normal(s.vocabulary, s.hidden, std=1.0),
-            "lm_head.weight": self._normal(s.vocabulary, s.hidden, std=0.3),
+            "lm_head.weight": self._draw_head(),
             "model.norm.weight": torch.ones(s.hidden),
         }
         for layer in range(s.layers + self._mtp):
@@ -132,6 +144,12 @@ class _Weights:
         if self._mtp:
             out |= self._draw_mtp(f"model.layers.{s.layers}.", out)
         return out
+
+    def _draw_head(self) -> torch.Tensor:
+        """Wide, so that the two best logits lie far apart; greedy output never holds a special token."""
+        head = self._normal(self.size.vocabulary, self.size.hidden, std=1.0)
+        head[: len(example_config.SPECIALS)] = 0
+        return head
 
     def _draw_layer(self, prefix: str) -> Tensors:
         s = self.size

@@ -96,11 +96,43 @@ def test_transformers_reads_config_and_tokenizer(family):
     assert config.vocab_size == len(tokenizer)
 
 
+def test_transformers_runs_it_and_its_greedy_output_is_stable(family):
+    """transformers knows nothing of this project: it must find each tensor, and no logits near a tie."""
+    transformers = pytest.importorskip("transformers")
+    folder = family["dequantized"]
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    # It has no MTP layer, vLLM does: layer 2 of the GLM example.
+    assert all(".layers.2." in name for name in report["unexpected_keys"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = ("The scales of this model are", "Hello, world", "Grüße", "0123456789")
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        best = torch.stack([logits[0].topk(2).values for logits in out.logits])
+        assert len(best) == 16, "a special token ended the output"
+        assert (best[:, 0] - best[:, 1]).min() > 1e-3
+        assert len(set(out.sequences[0, -16:].tolist())) > 1
+
+
 def test_wrong_requests_are_refused(tmp_path):
     with pytest.raises(ValueError, match="family"):
         example.make_example(tmp_path / "a", family="other")
     with pytest.raises(ValueError, match="layers_"):
         example.make_example(tmp_path / "a", layers_=3)
+    for name, value in (("hidden", 120), ("width", 0), ("vocabulary", 258), ("topk", 9)):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            example.make_example(tmp_path / "a", **{name: value})
+    assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
