@@ -1,18 +1,27 @@
-"""Which decode program serves which number of tokens, and the compiled programs of this process."""
+"""Which program serves which number of tokens."""
 
 from __future__ import annotations
 
-import threading
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .. import layout
 from ..activation import Activation
+from ..compiled.build import Build, ProgramSet
+from ..compiled.cache import ProgramCache
+from ..compiled.program import Kind, Program
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
 TEAM_PAIRS = 16
 CHUNK_TOKENS = 1024  # a call with more tokens runs in pieces, so that its workspace stays bounded
 THREADS_CAPACITY = 1024
+
+_HERE = __name__.rpartition(".")[0]
+# The kinds of programs, by name. The module of a kind K also has `k_config(geometry, choice)`.
+KINDS = {"decode": Kind("decode", f"{_HERE}.decode", "DecodeConfig", "compile_decode")}
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class Geometry:
 @dataclass(frozen=True)
 class Choice:
     """One program: up to `tokens` tokens a call, launched on `ctas` CTAs; see `DecodeConfig` for the rest."""
+
+    kind: ClassVar[str] = "decode"
 
     tokens: int
     ctas: int
@@ -122,16 +133,25 @@ def choice_for(options: tuple[Choice, ...], tokens: int) -> Choice:
     return options[-1]
 
 
-_lock = threading.Lock()
-_compiled: dict[tuple[object, str], Callable] = {}
+def declared(g: Geometry, choice: Choice) -> Program:
+    """The program of a choice. Needs no GPU, and compiles nothing."""
+    kind = KINDS[choice.kind]
+    config = getattr(importlib.import_module(kind.module), f"{kind.name}_config")(g, choice)
+    return Program(kind, config, g.arch)
+
+
+_kept = ProgramSet({}, "programs asked for one at a time")
+
+
+@functools.cache
+def _cache() -> ProgramCache:
+    return ProgramCache()
 
 
 def program(g: Geometry, choice: Choice) -> Callable:
-    """The compiled host function of a choice, compiled once a process."""
-    from .decode import compile_decode, decode_config
-
-    config = decode_config(g, choice)
-    with _lock:  # two threads must not compile at once
-        if (config, g.arch) not in _compiled:
-            _compiled[config, g.arch] = compile_decode(config, g.arch)
-        return _compiled[config, g.arch]
+    """The host function of a choice, for measurements and tests: compiled or taken from the user's cache when
+    first asked for, and kept for the process. Serving declares its programs at start instead."""
+    wanted = declared(g, choice)
+    if wanted not in _kept.programs:
+        _kept.add({wanted: Build([wanted], _cache()).finish()[wanted]})
+    return _kept[wanted]
