@@ -41,6 +41,8 @@ __all__ = [
     "UnquantizedLinearMethod",
     "activation_of",
     "additional_setting",
+    "call_limits",
+    "can_sleep",
     "compressed_tensors_is_nvfp4",
     "experts_by_name",
     "is_first_tensor_rank",
@@ -68,6 +70,25 @@ def additional_setting(name: str, default: str) -> str:
     """A value of ``--additional-config '{"name": "value"}'``."""
     extra = get_current_vllm_config().additional_config
     return str(extra.get(name, default)) if isinstance(extra, dict) else default
+
+
+def call_limits(moe: Any) -> tuple[int, tuple[int, ...], int]:
+    """Most tokens of a call of the experts, the sizes that graphs are captured for, speculative tokens.
+
+    Data parallel ranks gather their tokens; sequence parallel ones pad them to equal parts first.
+    """
+    config = get_current_vllm_config()
+    sizes = tuple(sorted(config.compilation_config.cudagraph_capture_sizes or ()))
+    tokens = max((config.scheduler_config.max_num_batched_tokens, *sizes))
+    ranks = config.parallel_config.tensor_parallel_size
+    tokens = -(-tokens // ranks) * ranks * max(1, moe.dp_size)
+    speculative = config.speculative_config
+    return tokens, sizes, int(speculative.num_speculative_tokens or 0) if speculative else 0
+
+
+def can_sleep() -> bool:
+    """Whether weights live in pools that the engine can put to sleep."""
+    return bool(getattr(get_current_vllm_config().model_config, "enable_sleep_mode", False))
 
 
 def is_first_tensor_rank() -> bool:

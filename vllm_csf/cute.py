@@ -12,6 +12,8 @@ from .kernels import layout, reference
 from .kernels.activation import Activation
 from .kernels.moe import experts as moe
 from .kernels.moe import programs
+from .planning import LayerFacts, Limits, Plan, flag_words, geometry_of, make_plan
+from .startup import Served
 
 # Experts whose source tensors and temporaries are on the device at a time while a layer is prepared.
 GROUP_BYTES = 256 << 20
@@ -24,10 +26,9 @@ class CuteExecution:
     name = "cute"
 
     def __init__(self) -> None:
-        self._layer: tuple[int, int, int, Activation] | None = None
         self._rooms: dict[str, tuple[int, int]] = {}
         self._shapes: dict[str, layout.Shape] = {}
-        self._plans: dict[tuple[int, int, bool, bool], tuple[programs.Choice, ...]] = {}
+        self._served: Served | None = None
 
     @staticmethod
     def supports(device: torch.device, dtype: torch.dtype, activation: Activation, hidden: int) -> bool:
@@ -38,6 +39,24 @@ class CuteExecution:
             and can_compute(dtype, activation, hidden)
         )
 
+    # ---- start -----------------------------------------------------------------------------------
+
+    def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan:
+        return make_plan(geometry_of(facts, *_device(device)), limits)
+
+    def serve_by(self, served: Served) -> None:
+        self._served = served
+
+    def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
+        assert self._served is not None
+        g, device = self._served.plan.geometry, resident["flags"].device
+        for step in self._served.plan.steps:
+            x = torch.zeros(step.first, g.hidden, dtype=torch.bfloat16, device=device)
+            weights = torch.zeros(step.first, g.topk, dtype=torch.float32, device=device)
+            for dtype in (torch.int32, torch.int64):
+                ids = torch.zeros(step.first, g.topk, dtype=dtype, device=device)
+                self(resident, x, weights, ids, expert_map, False, scratch)
+
     # ---- weights ---------------------------------------------------------------------------------
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
@@ -47,11 +66,9 @@ class CuteExecution:
             "alphas13": layer.alphas13.float().contiguous(),
             "alphas2": layer.alphas2.float().contiguous(),
         }
-        self._layer = (layer.experts, layer.hidden, moe.pad_to_tile(layer.width), layer.activation)
-        self._arch, self._multiprocessors = _device(layer.w2.device)
         # Zero before and after every call; see `Epilogue.finish_run`.
-        warps = 2 * self._multiprocessors * 8
-        resident["flags"] = torch.zeros(2 * warps, dtype=torch.int32, device=layer.w2.device)
+        words = flag_words(_device(layer.w2.device)[1])
+        resident["flags"] = torch.zeros(words, dtype=torch.int32, device=layer.w2.device)
         return resident
 
     def _pack(
@@ -89,8 +106,7 @@ class CuteExecution:
     # ---- calls -----------------------------------------------------------------------------------
 
     def scratch_bytes(self) -> int:
-        """Grows with the first call: the engine makes one with the most tokens before it captures graphs."""
-        return 0
+        return self._served.plan.scratch_bytes if self._served is not None else 0
 
     def __call__(
         self,
@@ -102,6 +118,10 @@ class CuteExecution:
         apply_router_weight_on_input: bool,
         scratch: reference.Scratch,
     ) -> torch.Tensor:
+        """Raises UndeclaredProgramError for a call that the plan does not foresee: nothing compiles here."""
+        served = self._served
+        assert served is not None
+        served.plan.check(x.shape[0], topk_ids.shape[1], expert_map is not None)
         weights = topk_weights.float().contiguous()
         x = x.contiguous()
         if apply_router_weight_on_input:
@@ -109,83 +129,25 @@ class CuteExecution:
         ids = topk_ids.contiguous()
         if ids.dtype not in (torch.int32, torch.int64):
             ids = ids.int()
-        geometry = self._geometry(ids, expert_map)
-        options = self._options(geometry)
         out = torch.empty_like(x)
-        for start in range(0, x.shape[0], options[-1].tokens):
-            piece = slice(start, start + options[-1].tokens)
-            self._run(
-                geometry,
-                options,
-                resident,
+        view = self._view(resident)
+        for start in range(0, x.shape[0], served.plan.piece):
+            piece = slice(start, start + served.plan.piece)
+            tokens = x[piece].shape[0]
+            step, program = served.program(tokens, ids.dtype == torch.int64)
+            moe.run(
+                program,
+                view,
+                programs.workspace(scratch.take, served.plan.geometry, step.choice, tokens),
+                resident["flags"],
                 x[piece],
                 ids[piece],
                 weights[piece],
                 out[piece],
                 expert_map,
-                scratch,
+                step.choice.ctas,
             )
         return out
-
-    def _geometry(self, ids: torch.Tensor, expert_map: torch.Tensor | None) -> programs.Geometry:
-        assert self._layer is not None
-        experts, hidden, inner, activation = self._layer
-        return programs.Geometry(
-            experts=experts,
-            global_experts=experts if expert_map is None else expert_map.numel(),
-            hidden=hidden,
-            inner=inner,
-            topk=ids.shape[1],
-            activation=activation,
-            mapped=expert_map is not None,
-            wide_ids=ids.dtype == torch.int64,
-            arch=self._arch,
-            multiprocessors=self._multiprocessors,
-        )
-
-    def _options(self, geometry: programs.Geometry) -> tuple[programs.Choice, ...]:
-        """With the first call, every program of the geometry is compiled: none may be in a captured call."""
-        key = (geometry.topk, geometry.global_experts, geometry.mapped, geometry.wide_ids)
-        if key not in self._plans:
-            self._plans[key] = programs.choices(geometry)
-            for choice in self._plans[key]:
-                programs.program(geometry, choice)
-        return self._plans[key]
-
-    def _run(
-        self,
-        geometry: programs.Geometry,
-        options: tuple[programs.Choice, ...],
-        resident: Tensors,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        scratch: reference.Scratch,
-    ) -> None:
-        choice = programs.choice_for(options, x.shape[0])
-        workspace = moe.Workspace.within(
-            scratch.take,
-            x.shape[0],
-            geometry.topk,
-            geometry.hidden,
-            geometry.inner,
-            8 * choice.ctas,
-            choice.units,
-        )
-        moe.run(
-            programs.program(geometry, choice),
-            self._view(resident),
-            workspace,
-            resident["flags"],
-            x,
-            ids,
-            weights,
-            out,
-            expert_map,
-            choice.ctas,
-        )
 
     def _view(self, resident: Tensors) -> moe.PreparedExperts:
         matrices = {

@@ -14,12 +14,23 @@ import torch
 
 from .kernels import reference
 from .kernels.activation import Activation
+from .planning import LayerFacts, Limits, Plan
+from .startup import Served
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Execution(Protocol):
     name: str
+
+    def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan | None:
+        """What calls of the layer will need, None where that is nothing but scratch."""
+
+    def serve_by(self, served: Served) -> None:
+        """The plan to serve by, and later its programs."""
+
+    def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
+        """Run every program of the plan once."""
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         """The resident form of a layer, by name. Called again, with the same shapes, for new weights."""
@@ -51,6 +62,15 @@ class ReferenceExecution:
     @staticmethod
     def supports(device: torch.device) -> bool:
         return device.type in ("cpu", "cuda")
+
+    def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan | None:
+        return None
+
+    def serve_by(self, served: Served) -> None:
+        """Never called: there is no plan."""
+
+    def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
+        """Nothing is compiled."""
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         self._shape = (layer.experts, layer.hidden, layer.width, layer.activation.gated)

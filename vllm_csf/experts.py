@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from .intake import Intake, LayerShape
 from .kernels.activation import Activation
 from .parameters import Dialect, register_parameters
 from .partition import extent, padded_width
+from .planning import LayerFacts, Limits, Plan
 from .report import Ledger
+from .startup import release_cached
 
 PREFIX = "csf_"
 
@@ -34,6 +37,8 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         self._activation: Activation = compat.activation_of(layer.moe_config)
         self._dummy = compat.load_format() == "dummy"
         self._resident_names: tuple[str, ...] = ()
+        self._plan: Plan | None = None
+        self._pooled = compat.can_sleep()
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
@@ -67,6 +72,25 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
             hidden_size,
         )
         self._ledger.expect(layer.layer_name)
+        self._make_plan(layer, shape)
+
+    def _make_plan(self, layer: compat.RoutedExperts, shape: LayerShape) -> None:
+        expert_map = layer.expert_map
+        facts = LayerFacts(
+            experts=shape.experts,
+            global_experts=shape.experts if expert_map is None else expert_map.numel(),
+            hidden=shape.hidden,
+            width=shape.extent.size,
+            topk=layer.top_k,
+            activation=self._activation,
+            mapped=expert_map is not None,
+        )
+        limits = Limits(*compat.call_limits(self.moe))
+        plan = self._execution.plan(facts, limits, layer.csf_fixed2.device)
+        if plan is not None:
+            folder = compat.additional_setting("csf_cache_dir", "") or None
+            self._execution.serve_by(self._ledger.declare(plan, folder))
+        self._plan = plan
 
     def process_weights_after_loading(self, layer: compat.RoutedExperts) -> None:
         if self._intake.empty and self._dummy:
@@ -80,9 +104,15 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         for name, tensor in resident.items():
             layer.register_parameter(PREFIX + name, torch.nn.Parameter(tensor, requires_grad=False))
         self._resident_names = tuple(resident)
-        self._ledger.done(
-            layer.layer_name, experts, self._execution, self._execution.scale_bytes(resident), w2.device
-        )
+        del sources, w13, alphas13, alphas2
+        device, scale_bytes = w2.device, self._execution.scale_bytes(resident)
+        if self._plan is not None:
+            scratch = self._ledger.scratch(device)
+            call = partial(self._execution.try_out, resident, layer.expert_map, scratch)
+            self._ledger.try_with(self._plan, call)
+        self._ledger.done(layer.layer_name, experts, self._execution, scale_bytes, device)
+        del experts, w2
+        release_cached(device, self._pooled)
 
     def _source_names(self) -> tuple[str, ...]:
         weight, scale = self._dialect.weight, self._dialect.global_scale

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .execution import Execution
 from .kernels import reference
+from .kernels.compiled.build import Account
+from .kernels.compiled.cache import ProgramCache
+from .planning import Plan
+from .startup import Served, Startup
 
 logger = logging.getLogger("vllm.csf")
 
@@ -49,6 +55,7 @@ class Ledger:
         self._expected: set[str] = set()
         self._totals = Totals()
         self._scratch: dict[torch.device, reference.Scratch] = {}
+        self._startup = Startup()
 
     def scratch(self, device: torch.device) -> reference.Scratch:
         if device not in self._scratch:
@@ -58,6 +65,13 @@ class Ledger:
     def expect(self, layer_name: str) -> None:
         self._expected.add(layer_name)
 
+    def declare(self, plan: Plan, cache_folder: str | None) -> Served:
+        """A layer's programs begin to come; all layers with an equal plan get one object."""
+        return self._startup.declare(plan, ProgramCache(cache_folder))
+
+    def try_with(self, plan: Plan, call: Callable[[], None]) -> None:
+        self._startup.try_with(plan, call)
+
     def done(
         self,
         layer_name: str,
@@ -66,7 +80,8 @@ class Ledger:
         resident: int,
         device: torch.device,
     ) -> None:
-        """A layer is ready. With the last one the line is logged; a later reload says nothing."""
+        """A layer is ready. With the last one all programs are made ready and what came of it is logged;
+        a later reload says nothing."""
         scratch = self.scratch(device)
         scratch.reserve(execution.scratch_bytes())
         if layer_name not in self._expected:
@@ -78,9 +93,23 @@ class Ledger:
         self._totals.resident += resident
         self._totals.exceptions += sum(int(p.offsets[-1]) for p in planes)
         if not self._expected:
+            account = self._finish(device)
             if self._speaks:
+                if account is not None:
+                    logger.info("csf_nvfp4: %s", account.line())
                 logger.info(self._totals.line(scratch.nbytes, execution.name))
             self._totals = Totals()
+
+    def _finish(self, device: torch.device) -> Account | None:
+        began = time.perf_counter()
+        account = self._startup.finish()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what a program does wrong is said here, not somewhere later
+        if account is not None:
+            account.seconds = time.perf_counter() - began
+            for plan in self._startup.served:
+                logger.debug("csf_nvfp4: %s", plan)
+        return account
 
 
 _ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary()

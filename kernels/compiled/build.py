@@ -8,6 +8,7 @@ collector's, which may fall into the capture of a graph.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -66,6 +67,10 @@ class Account:
     reclaimed: int = 0
     compile_seconds: float = 0.0
     seconds: float = 0.0
+
+    def add(self, other: Account) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def line(self) -> str:
         return (

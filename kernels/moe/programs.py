@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from .. import layout
 from ..activation import Activation
 from ..compiled.build import Build, ProgramSet
 from ..compiled.cache import ProgramCache
 from ..compiled.program import Kind, Program
+from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
 TEAM_PAIRS = 16
@@ -138,6 +141,23 @@ def declared(g: Geometry, choice: Choice) -> Program:
     kind = KINDS[choice.kind]
     config = getattr(importlib.import_module(kind.module), f"{kind.name}_config")(g, choice)
     return Program(kind, config, g.arch)
+
+
+def workspace(take: Callable[[int], torch.Tensor], g: Geometry, choice: Choice, tokens: int) -> Workspace:
+    """Scratch for one call of a choice's program, out of `take(bytes)`; see `Workspace.within`."""
+    return Workspace.within(take, tokens, g.topk, g.hidden, g.inner, 8 * choice.ctas, choice.units)
+
+
+def workspace_bytes(g: Geometry, choice: Choice, tokens: int) -> int:
+    """What `workspace` takes."""
+    taken: list[int] = []
+
+    def take(size: int) -> torch.Tensor:
+        taken.append(size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    workspace(take, g, choice, tokens)
+    return sum(taken)
 
 
 _kept = ProgramSet({}, "programs asked for one at a time")
