@@ -160,7 +160,8 @@ class CuteExecution:
 def _device(device: torch.device) -> tuple[str, int]:
     """Architecture and multiprocessors."""
     properties = torch.cuda.get_device_properties(device)
-    return f"sm_{properties.major}{properties.minor}a", properties.multi_processor_count
+    suffix = "a" if properties.major >= 9 else ""
+    return f"sm_{properties.major}{properties.minor}{suffix}", properties.multi_processor_count
 
 
 def can_compute(dtype: torch.dtype, activation: Activation, hidden: int) -> bool:

@@ -31,6 +31,12 @@ class WorkerDiedError(RuntimeError):
     """A worker ended without an answer: killed, or out of memory."""
 
 
+def _environment() -> dict[str, str]:
+    """A worker imports what this process would, and sees no GPU."""
+    found = [path or os.getcwd() for path in sys.path]
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(found)}
+
+
 class Worker:
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -39,7 +45,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            env=_environment(),
             text=True,
         )
 

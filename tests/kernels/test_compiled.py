@@ -30,8 +30,7 @@ from vllm_csf.kernels.moe import programs
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """Workers find the tests' program; nothing that another test loaded is there."""
-    monkeypatch.setenv("PYTHONPATH", str(tiny_program.FOLDER))
+    """Workers know that they are none of this process; nothing that another test loaded is there."""
     monkeypatch.setenv("CSF_TINY_PARENT", str(os.getpid()))
     gc.collect()
     build.reclaim()
@@ -149,7 +148,7 @@ def test_without_a_writable_folder_it_works_and_says_so_once(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     kept = ProgramCache(tmp_path / "file" / "programs")
     with caplog.at_level(logging.WARNING, "vllm.csf"):
-        ready = Build([tiny(1), tiny(2)], kept).finish()
+        ready = Build([tiny(1), tiny(2)], kept, workers=0).finish()
     assert callable(ready[tiny(1)])
     assert callable(ready[tiny(2)])
     assert len([r for r in caplog.records if "not kept" in r.message]) == 1
@@ -242,7 +241,10 @@ def test_killed_in_the_middle_then_a_clean_start(tmp_path):
         "    time.sleep(600)\n"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tiny_program.FOLDER)},
     )
     assert holder.stdout.readline() == "True\n"
     ready = Build([tiny(1)], ProgramCache(tmp_path))

@@ -1,0 +1,146 @@
+"""The method's part of a start, for the execution that compiles: declared when a layer is made, ready with
+the last one's weights, and said in the log."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_layers import EXPERTS, HIDDEN, WIDTH, Checkpoint
+
+pytest.importorskip("vllm")
+pytest.importorskip("cutlass")
+
+from test_methods import NVFP4, PREFIX, experts, vllm_config  # noqa: F401 - the fixture is used by its name
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm_csf.kernels.compiled import build
+from vllm_csf.kernels.compiled.build import ProgramSet, UndeclaredProgramError
+
+from vllm_csf import cute
+from vllm_csf import experts as method_module
+from vllm_csf.parameters import MODELOPT
+from vllm_csf.stock import stock_config
+
+
+@pytest.fixture(autouse=True)
+def called(monkeypatch):
+    """The execution of a GPU, on the CPU, with programs that do nothing. Returns those called."""
+    found: list[Any] = []
+
+    def finish(self) -> ProgramSet:
+        return ProgramSet({p: (lambda *_, p=p: found.append(p)) for p in self._programs}, self._owner)
+
+    monkeypatch.setattr(build.Build, "start", lambda self: None)
+    monkeypatch.setattr(build.Build, "finish", finish)
+    monkeypatch.setattr(cute, "_device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(method_module, "choose", lambda *arguments: cute.CuteExecution())
+    return found
+
+
+@pytest.fixture
+def lines():
+    found: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        found.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.csf")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addFilter(note)
+    yield found
+    logger.removeFilter(note)
+    logger.setLevel(before)
+
+
+def layer_of(config: Any, name: str) -> RoutedExperts:
+    """As vLLM builds one: the method, then its parameters."""
+    layer = experts()
+    layer.layer_name = name
+    layer.expert_map_manager = SimpleNamespace(map_global_to_local=lambda e: e)
+    layer.register_buffer("_expert_map", None)
+    layer.rocm_aiter_fmoe_enabled = False
+    layer.quant_method = config.get_quant_method(layer, PREFIX)
+    layer.quant_method.create_weights(layer, EXPERTS, HIDDEN, WIDTH, torch.bfloat16)
+    return layer
+
+
+def load(layer: RoutedExperts) -> None:
+    for half, name, tensor, shard, expert in Checkpoint().tensors(MODELOPT, streams=False):
+        parameter = getattr(layer, f"{half}_{name}")
+        assert parameter.weight_loader(parameter, tensor, name, shard, expert, return_success=True)
+
+
+def execution(layer: RoutedExperts) -> cute.CuteExecution:
+    return layer.quant_method._execution
+
+
+def run(layer: RoutedExperts, tokens: int) -> torch.Tensor:
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
+    ids = torch.zeros(tokens, 2, dtype=torch.int64)
+    return layer.quant_method.run(layer, x, torch.ones(tokens, 2), ids)
+
+
+def test_a_model_and_its_draft_start(called, lines, vllm_config):  # noqa: F811
+    limit = vllm_config.scheduler_config.max_num_batched_tokens
+    config = stock_config(dict(NVFP4))
+    layers = [layer_of(config, f"layer {i}") for i in range(2)]
+    plan = execution(layers[0])._served.plan
+    assert plan is execution(layers[1])._served.plan
+    assert plan.limits.tokens == limit
+    for layer in layers:
+        assert not called
+        load(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+    assert set(called) == set(plan.programs())
+    programs, saved = lines
+    assert programs.startswith("csf_nvfp4: programs: 0 compiled")
+    assert saved.startswith("csf_nvfp4: 2 expert layers, ")
+    assert saved.endswith("execution cute")
+    draft = layer_of(config, "draft")
+    load(draft)
+    called.clear()
+    draft.quant_method.process_weights_after_loading(draft)
+    assert execution(draft)._served is execution(layers[0])._served
+    assert not called
+    assert lines[2:] == [line for line in lines[2:] if "1 expert layers" in line]
+    assert len(lines) == 3
+    assert run(draft, limit).shape == (limit, HIDDEN)
+    assert set(called) <= set(plan.programs())
+    with pytest.raises(UndeclaredProgramError, match=f"{limit + 1} tokens"):
+        run(draft, limit + 1)
+
+
+def test_sources_are_gone_when_the_engine_measures():
+    """Of the tensors that a layer was given, none but the resident ones lives on."""
+    layer = layer_of(stock_config(dict(NVFP4)), "layer")
+    load(layer)
+    sources = [layer.w13_weight.data, layer.w2_weight.data, layer.csf_fixed13.data, layer.csf_fixed2.data]
+    addresses = {tensor.data_ptr() for tensor in sources}
+    del sources
+    layer.quant_method.process_weights_after_loading(layer)
+    gc.collect()
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    held = {t.data_ptr() for t in tensors if t.device.type == "cpu"}
+    resident = {t.data_ptr() for t in layer.parameters()}
+    assert not addresses & (held - resident)
+    names = {name for name, _ in layer.named_parameters()}
+    assert names >= {"csf_tiles13", "csf_tiles2", "csf_flags"}
+    assert not names & {"w13_weight", "w2_weight", "csf_fixed13", "csf_fixed2"}
+
+
+def test_engines_that_go_take_their_programs_along(called):
+    for _ in range(20):
+        config = stock_config(dict(NVFP4))
+        layer = layer_of(config, "layer")
+        load(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+        run(layer, 3)
+        del layer, config
+    gc.collect()
+    assert not [holder for holder in build._holders if holder.programs]
