@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import ptx
 from .route import Route, RouteConfig
@@ -16,13 +16,16 @@ CHANNELS = 4 * THREADS  # of one CTA
 
 @dataclass(frozen=True)
 class CombineConfig:
+    """`bf16`: the type of y, else FP32."""
+
     topk: int
     route: RouteConfig
     pdl: bool = True
+    bf16: bool = False
 
 
 class Combine:
-    """Device code of one reduction program. y: FP32 [T * topk, hidden]; rows of pairs that no local expert
+    """Device code of one reduction program. y: [T * topk, hidden]; rows of pairs that no local expert
     takes are not read."""
 
     def __init__(self, config: CombineConfig):
@@ -62,7 +65,7 @@ class Combine:
                 for i in cutlass.range_constexpr(4):
                     parts[i, k] = Float32(0.0)
                 if taken[k] >= 0:
-                    row = ptx.ldg_f32x4(y + (pair * Int64(hidden) + Int64(channel)) * 4)
+                    row = self.load(y, pair * Int64(hidden) + Int64(channel))
                     for i in cutlass.range_constexpr(4):
                         parts[i, k] = row[i]
             for i in cutlass.range_constexpr(4):
@@ -72,3 +75,12 @@ class Combine:
                     total[i] = total[i] + parts[i, k]
             address = out + (Int64(token) * Int64(hidden) + Int64(channel)) * 2
             ptx.stg64(address, ptx.pack_bf16x2(total[0], total[1]), ptx.pack_bf16x2(total[2], total[3]))
+
+    @cute.jit
+    def load(self, y: Int64, index: Int64):
+        """Four values in FP32."""
+        if cutlass.const_expr(not self.c.bf16):
+            return ptx.ldg_f32x4(y + index * 4)
+        low, high = ptx.ldg64(y + index * 2)
+        words = (low << Uint32(16), low & Uint32(0xFFFF0000), high << Uint32(16), high & Uint32(0xFFFF0000))
+        return tuple(ptx.bits_float(word) for word in words)

@@ -120,6 +120,18 @@ class Workspace:
         dtypes = (torch.int32, torch.int32, torch.bfloat16, torch.float32, torch.float32)
         return cls(*(p.view(dtype) for p, dtype in zip(parts, dtypes, strict=True)))
 
+    @classmethod
+    def wide(
+        cls, take: Callable[[int], torch.Tensor], tokens: int, topk: int, hidden: int, inner: int
+    ) -> Workspace:
+        """As `within`, of a prefill program: `y` is BF16, `partials` holds the rearranged tokens, BF16."""
+        pairs = tokens * topk
+        sizes = (8 * (1 + pairs), 4 * pairs, 2 * pairs * inner, 2 * pairs * hidden, 2 * tokens * hidden)
+        aligned = [-(-size // 256) * 256 for size in sizes]
+        parts = torch.split(take(sum(aligned)), aligned)
+        dtypes = (torch.int32, torch.int32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        return cls(*(p.view(dtype) for p, dtype in zip(parts, dtypes, strict=True)))
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.entries, self.pairs, self.h, self.y, self.partials)
 

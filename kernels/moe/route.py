@@ -40,6 +40,11 @@ class RouteConfig:
     threads: int = THREADS
 
     @property
+    def batch(self) -> int:
+        """Pairs that a thread looks up at a time."""
+        return 1 if self.shared else 8
+
+    @property
     def shared(self) -> bool:
         return self.shared_pairs > 0
 
@@ -91,10 +96,11 @@ class Route:
         for e in cutlass.range_constexpr(c.capacity // c.threads):
             ptx.sts32(scratch + (e * c.threads + tid) * 4, Uint32(0))
         cute.arch.sync_threads()
-        for p in cutlass.range(tid, count, c.threads, unroll=1):
-            e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            if e >= 0:
-                ptx.atom_add_shared(scratch + e * 4, Uint32(1))
+        for p in cutlass.range(tid, count, c.threads * c.batch, unroll=1):
+            found = self.local_experts(p, inputs)
+            for i in cutlass.range_constexpr(c.batch):
+                if found[i] >= 0:
+                    ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1))
         cute.arch.sync_threads()
 
         # Each thread owns consecutive experts; exclusive sums of their tokens and of their work tiles.
@@ -125,14 +131,15 @@ class Route:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
         cute.arch.sync_threads()
         unordered = totals + c.threads // 32 * 4
-        for p in cutlass.range(tid, count, c.threads, unroll=1):
-            e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            if e >= 0:
-                slot = Int32(ptx.atom_add_shared(scratch + e * 4, Uint32(1)))
-                if cutlass.const_expr(c.shared):
-                    ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p))
-                else:
-                    ptx.stg32(pairs + Int64(slot) * 4, Uint32(p))
+        for p in cutlass.range(tid, count, c.threads * c.batch, unroll=1):
+            found = self.local_experts(p, inputs)
+            for i in cutlass.range_constexpr(c.batch):
+                if found[i] >= 0:
+                    slot = Int32(ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1)))
+                    if cutlass.const_expr(c.shared):
+                        ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p + i * c.threads))
+                    else:
+                        ptx.stg32(pairs + Int64(slot) * 4, Uint32(p + i * c.threads))
         if cutlass.const_expr(c.shared):
             cute.arch.sync_threads()
             for p in cutlass.range(tid, count, c.threads, unroll=1):
@@ -197,24 +204,40 @@ class Route:
     @cute.jit
     def local_expert(self, ids: Int64, pair: Int32, expert_map: Int64, global_experts: Int32, experts: Int32):
         """Local expert of a pair, or -1."""
-        valid = cutlass.Boolean(True)
-        expert = Int32(0)
+        return self.local(self.id(ids, pair), expert_map, global_experts, experts)
+
+    @cute.jit
+    def id(self, ids: Int64, pair: Int32):
+        """The id of a pair; -1 for what does not fit into 32 bits."""
         if cutlass.const_expr(self.c.wide_ids):
             low, high = ptx.ldg64(ids + Int64(pair) * 8)
             expert = Int32(low)
-            valid = high == 0
-        else:
-            expert = Int32(ptx.ldg32(ids + Int64(pair) * 4))
-        if expert < 0 or expert >= global_experts:
-            valid = cutlass.Boolean(False)
+            if high != 0:
+                expert = Int32(-1)
+            return expert
+        return Int32(ptx.ldg32(ids + Int64(pair) * 4))
+
+    @cute.jit
+    def local(self, expert: Int32, expert_map: Int64, global_experts: Int32, experts: Int32):
         found = Int32(-1)
-        if valid:
+        if expert >= 0 and expert < global_experts:
             found = expert
             if cutlass.const_expr(self.c.mapped):
                 found = Int32(ptx.ldg32(expert_map + Int64(expert) * 4))
             if found < 0 or found >= experts:
                 found = Int32(-1)
         return found
+
+    @cute.jit
+    def local_experts(self, first: Int32, inputs: tuple):
+        """The local experts of `batch` pairs, `threads` apart, or -1; their ids are requested together."""
+        ids, count, expert_map, global_experts, experts = inputs
+        pairs = [first + i * self.c.threads for i in range(self.c.batch)]
+        found = [self.id(ids, cutlass.min(p, count - 1)) for p in pairs]
+        return [
+            self.local(cutlass.select_(p < count, e, Int32(-1)), expert_map, global_experts, experts)
+            for p, e in zip(pairs, found, strict=True)
+        ]
 
     @cute.jit
     def exclusive_sum(self, value: Int32, totals: Int32, tid: Int32):

@@ -51,6 +51,9 @@ from .asynchronous import (
     cp_async16 as cp_async16,
 )
 from .asynchronous import (
+    cp_async_arrive as cp_async_arrive,
+)
+from .asynchronous import (
     cp_async_commit as cp_async_commit,
 )
 from .asynchronous import (
@@ -67,6 +70,9 @@ from .asynchronous import (
 )
 from .asynchronous import (
     mbarrier_arrive as mbarrier_arrive,
+)
+from .asynchronous import (
+    mbarrier_arrive_if as mbarrier_arrive_if,
 )
 from .asynchronous import (
     mbarrier_expect as mbarrier_expect,
@@ -166,4 +172,13 @@ from .shared_memory import (
 )
 from .shared_memory import (
     sts_target as sts_target,
+)
+from .warpgroup import (
+    STEP as STEP,
+)
+from .warpgroup import (
+    products_of_64 as products_of_64,
+)
+from .warpgroup import (
+    rows_descriptor as rows_descriptor,
 )

@@ -43,6 +43,21 @@ def mbarrier_arrive(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def mbarrier_arrive_if(address, condition, *, loc=None, ip=None):
+    """Arrives where `condition` is not zero, without a branch: branches make ptxas serialise `wgmma`."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), word(condition, loc, ip)]
+    text = "{ .reg .pred p;\n setp.ne.u32 p, $1, 0;\n @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    asm(None, operands, text, "r,r", True, loc, ip)
+
+
+@dsl_user_op
+def cp_async_arrive(address, *, loc=None, ip=None):
+    """Arrives at an mbarrier once this thread's copies so far are complete."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip)]
+    asm(None, operands, "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", True, loc, ip)
+
+
+@dsl_user_op
 def bulk_load_cached(destination, source, count, barrier, *, loc=None, ip=None):
     """As `bulk_load`, of data that other CTAs read, too: it stays in L2."""
     operands = [

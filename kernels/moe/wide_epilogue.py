@@ -1,0 +1,182 @@
+"""The end of a tile of `wide_gemm`: activation or router weight, transposition, stores of 16 bytes."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from .. import ptx
+from ..activation import Activation
+from .epilogue import Epilogue, EpilogueConfig
+from .feed import BLOCKS, MOST_TOKENS
+from .route import Route
+
+PADDING = 16  # bytes behind each row, so that eight of them lie in different banks
+PASS_TOKENS = 64  # staged at a time where rows are not gated
+TABLE_BYTES = 8 * MOST_TOKENS  # pair and router weight of each token
+
+
+@dataclass(frozen=True)
+class WideEpilogueConfig:
+    gated: bool
+    activation: Activation
+
+    @property
+    def channels(self) -> int:
+        """Of one warpgroup."""
+        return 64 if self.gated else 128
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.channels + PADDING
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of one warpgroup."""
+        staged = MOST_TOKENS if self.gated else PASS_TOKENS
+        return TABLE_BYTES + staged * self.row_bytes
+
+
+class WideEpilogue:
+    """Device code; accumulators are those of two `wgmma` of 64 rows, a warp's 16 rows each."""
+
+    def __init__(self, config: WideEpilogueConfig, route: Route):
+        self.c = config
+        self.route = route
+        self.values = Epilogue(EpilogueConfig(config.gated, 1, 1, 1, config.activation), route)
+
+    @cute.jit
+    def alphas(self, alpha: Int64, expert: Int32):
+        first, second = self.values.alphas(alpha, expert)
+        return first, second
+
+    @cute.jit
+    def address(self, target: tuple, first: Int32, count: Int32, group: Int32, warp: Int32, lane: Int32):
+        """The thread's token of the work tile: its row of the output, and its router weight."""
+        pairs, router, _, _ = target
+        token = (warp % 4) * 32 + lane
+        row = Int32(0)
+        weight = Uint32(0)
+        if token < count:
+            row = first + token
+            if cutlass.const_expr(not self.c.gated):
+                row = self.route.pair(pairs, row)
+                weight = ptx.ldg32(router + Int64(row) * 4)
+        return row, weight
+
+    @cute.jit
+    def meet(self, group: Int32):
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+
+    @cute.jit
+    def store(
+        self, acc: tuple, width: Int32, alphas: tuple, addressed: tuple, target: tuple,
+        room: Int32, first: Int32, count: Int32, m_tile: Int32, group: Int32, row_blocks: Int32, warp: Int32,
+        lane: Int32,
+    ):  # fmt: skip
+        """`room`: the warpgroup's shared memory; what it staged before has been read by all of it."""
+        row, weight = addressed
+        member = warp % 4
+        ptx.sts64(room + (member * 32 + lane) * 8, Uint32(row), weight)
+        self.meet(group)
+        if cutlass.const_expr(self.c.gated):
+            self.store_gated(acc, width, alphas, target, room, count, m_tile, group, row_blocks, member, lane)
+        else:
+            self.store_down(acc, width, alphas, target, room, count, m_tile, group, row_blocks, member, lane)
+
+    # ---- gate and up -----------------------------------------------------------------------------
+
+    @cute.jit
+    def store_gated(
+        self, acc: tuple, width: Int32, alphas: tuple, target: tuple, room: Int32, count: Int32,
+        m_tile: Int32, group: Int32, row_blocks: Int32, member: Int32, lane: Int32,
+    ):  # fmt: skip
+        """A warp's 32 rows are 16 channels, gate and up eight rows apart: 32 bytes of a token."""
+        staged = room + TABLE_BYTES
+        _, _, out, out_stride = target
+        mine = staged + lane % 16 * self.c.row_bytes + member * 32
+        for m in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(MOST_TOKENS // 16):
+                if j < width:
+                    self.stage_gated(acc[m], j, alphas, mine + m * 16)
+        self.meet(group)
+        # 64 channels of a token go to memory in MMA order, see `arrange`.
+        thread = member * 32 + lane
+        chunk = thread % 8
+        channel = m_tile * (BLOCKS * 16) + group * 64
+        if channel < row_blocks * 16:
+            for i in cutlass.range(width, unroll=1):
+                token = thread // 8 + i * 16
+                if token < count:
+                    source = staged + token * self.c.row_bytes + chunk * 4
+                    stored = [ptx.lds32(source + q * 32) for q in range(4)]
+                    slot = Int64(ptx.lds32(room + token * 8))
+                    goal = out + (slot * Int64(out_stride) + Int64(channel)) * 2 + Int64(chunk * 16)
+                    ptx.stg128(goal, *stored)
+        self.meet(group)
+
+    @cute.jit
+    def stage_gated(self, acc: cute.Tensor, j: cutlass.Constexpr, alphas: tuple, mine: Int32):
+        """16 tokens of one of the warp's two fragments."""
+        words = []
+        for half in cutlass.range_constexpr(2):
+            at = cutlass.const_expr((2 * j + half) * 4)
+            values = [self.values.act(acc[at + i] * alphas[0], acc[at + 2 + i] * alphas[1]) for i in range(2)]
+            words.append(ptx.pack_bf16x2(values[0], values[1]))
+        ptx.store_transposed2(mine + j * (16 * self.c.row_bytes), *words)
+
+    # ---- down ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_down(
+        self, acc: tuple, width: Int32, alphas: tuple, target: tuple, room: Int32, count: Int32,
+        m_tile: Int32, group: Int32, row_blocks: Int32, member: Int32, lane: Int32,
+    ):  # fmt: skip
+        """A warp's 32 rows are 32 channels: 64 bytes of a token."""
+        staged = room + TABLE_BYTES
+        _, _, out, out_stride = target
+        thread = member * 32 + lane
+        # matrices 0, 1: rows r and r + 8 of eight tokens; 2, 3: of the next eight
+        matrix = lane // 8
+        mine = staged + (matrix // 2 * 8 + lane % 8) * self.c.row_bytes + member * 64 + matrix % 2 * 16
+        chunk = thread % 16
+        channel = m_tile * (BLOCKS * 32) + group * 128 + chunk * 8
+        steps = cutlass.const_expr(PASS_TOKENS // 16)
+        for p in cutlass.range_constexpr(MOST_TOKENS // PASS_TOKENS):
+            if p * steps < width:
+                for j in cutlass.range_constexpr(steps):
+                    if p * steps + j < width:
+                        self.stage_down(
+                            acc, p * steps + j, alphas, room, mine + j * (16 * self.c.row_bytes), lane
+                        )
+                self.meet(group)
+                if channel < row_blocks * 32:
+                    for i in cutlass.range(PASS_TOKENS // 8, unroll=1):
+                        local = thread // 16 + i * 8
+                        token = p * PASS_TOKENS + local
+                        if token < count:
+                            stored = ptx.lds128(staged + local * self.c.row_bytes + chunk * 16)
+                            pair = Int64(ptx.lds32(room + token * 8))
+                            ptx.stg128(out + (pair * Int64(out_stride) + Int64(channel)) * 2, *stored)
+                self.meet(group)
+
+    @cute.jit
+    def stage_down(
+        self, acc: tuple, j: cutlass.Constexpr, alphas: tuple, room: Int32, mine: Int32, lane: Int32
+    ):
+        """16 tokens of the warp's two fragments."""
+        factors = []
+        for half in cutlass.range_constexpr(2):
+            token = j * 16 + half * 8 + lane % 4 * 2
+            for i in cutlass.range_constexpr(2):
+                factors.append(ptx.bits_float(ptx.lds32(room + (token + i) * 8 + 4)) * alphas[0])
+        for m in cutlass.range_constexpr(2):
+            words = []
+            for half in cutlass.range_constexpr(2):
+                at = cutlass.const_expr((2 * j + half) * 4)
+                f = factors[2 * half : 2 * half + 2]
+                for r in cutlass.range_constexpr(2):
+                    low, high = acc[m][at + 2 * r], acc[m][at + 2 * r + 1]
+                    words.append(ptx.pack_bf16x2(low * f[0], high * f[1]))
+            ptx.store_transposed4(mine + m * 32, *words)

@@ -1,0 +1,61 @@
+"""Matrix instructions of a warpgroup (sm_90a)."""
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from .core import asm, struct, word
+
+# K-major rows of 128 bytes, swizzled: eight rows are 1024 bytes apart (in units of 16 bytes, bits 32 on).
+_ROWS_OF_128 = (1 << 62) | (64 << 32) | (1 << 16)
+STEP = 16  # tokens by which the width of a product grows
+
+
+def _choose(low: int, high: int, steps: int, a: int) -> str:
+    """Branches to the products whose width is the selector's; labels are local to the block."""
+    if low == high:
+        acc = ",".join(f"${i}" for i in range(low * STEP // 2))
+        products = ""
+        for step in range(steps):
+            registers = ",".join(f"${a + 4 * step + i}" for i in range(4))
+            products += (
+                f"wgmma.mma_async.sync.aligned.m64n{low * STEP}k16.f32.bf16.bf16 "
+                f"{{{acc}}}, {{{registers}}}, d{step}, one, 1, 1, 0;\n"
+            )
+        # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
+        return products + "wgmma.commit_group.sync.aligned;\nbra.uni DONE;\n"
+    middle = (low + high + 1) // 2
+    return (
+        f"setp.ge.s32 p, ${a + 4 * steps + 1}, {middle};\n@p bra.uni FROM{middle}_{high};\n"
+        + _choose(low, middle - 1, steps, a)
+        + f"FROM{middle}_{high}:\n"
+        + _choose(middle, high, steps, a)
+    )
+
+
+@dsl_user_op
+def rows_descriptor(address, *, loc=None, ip=None):
+    """Describes rows of 64 bf16 in shared memory, swizzled, at a multiple of 1024; + 2 for each k16 step."""
+    return (Int64(address & Int32(0x3FFFF)) >> Int64(4)) | Int64(_ROWS_OF_128)
+
+
+@dsl_user_op
+def products_of_64(acc, a, descriptor, width, most: int, *, loc=None, ip=None):
+    """Issues `acc + a @ b` as one group, without waiting.
+
+    acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
+    `rows_descriptor`; `width`: how many times 16 columns to compute. One width is chosen at run time,
+    inside the block, so that all of them use the same registers.
+    """
+    count, steps = most * STEP // 2, len(a) // 4
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
+    operands += [word(v, loc, ip) for v in a]
+    operands += [Int64(descriptor).ir_value(loc=loc, ip=ip), Int32(width).ir_value(loc=loc, ip=ip)]
+    first = 2 * count
+    text = "{ .reg .pred p, one;\nsetp.eq.u32 one, 1, 1;\n"
+    for step in range(steps):
+        text += f".reg .b64 d{step};\nadd.s64 d{step}, ${first + 4 * steps}, {2 * step};\n"
+    text += _choose(1, most, steps, first) + "DONE: }"
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (4 * steps) + ["l", "r"])
+    result = asm(struct(T.f32(), count), operands, text, constraints, True, loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]
