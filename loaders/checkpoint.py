@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import container, inventory
+from . import container, conversion, inventory
 from .errors import CheckpointError
 from .files import TensorInfo, TensorReader, read_header, read_object
 from .hub import locate
@@ -120,6 +120,9 @@ def open_checkpoint(
     damaged or contradictory.
     """
     root = locate(path_or_repo, revision, cache_dir, token, offline)
+    # Without its index, the shards that are done would pass for all there are.
+    if (conversion.folder_of(root) / conversion.INCOMPLETE).exists():
+        raise CheckpointError(f"{root}: its conversion was interrupted; convert again to finish it")
     boxed = container.is_container(root)
     metadata_root = root / container.METADATA if boxed else root
     config = _object_or_nothing(metadata_root / CONFIG_FILE)

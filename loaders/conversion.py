@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .errors import CheckpointError
@@ -69,10 +69,26 @@ def read_shard_record(root: Path, shard: str) -> ShardRecord | None:
         return None
     value = read_object(path)
     try:
-        value["source"] = tuple(value["source"])
-        return ShardRecord(**value)
-    except (KeyError, TypeError) as error:
+        size, time = value["source"]
+        record = ShardRecord(**(value | {"source": (size, time)}))
+        _check_shard_record(record, shard)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: malformed record of a shard: {error}") from error
+    return record
+
+
+def _check_shard_record(record: ShardRecord, shard: str) -> None:
+    """Raises ValueError."""
+    if record.shard != shard or not isinstance(record.weight_map, list):
+        raise ValueError(f"expected shard {shard!r} and weight_map, a list; found {record.shard!r}")
+    if not all(isinstance(number, int) for number in (*record.source, record.target_bytes)):
+        raise ValueError("source and target_bytes, expected whole numbers")
+    texts = [record.sha256, *record.weight_map, *record.names.values(), *record.divisors.values()]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("sha256, weight_map, names and divisors, expected strings")
+    for name, text in record.divisors.items():
+        if len(bytes.fromhex(text)) != 4:
+            raise ValueError(f"divisor of {name} is {text!r}, expected 4 bytes in hex")
 
 
 def write_record(
@@ -85,6 +101,8 @@ def write_record(
 
 @dataclass(frozen=True)
 class Record:
+    """files: those of the source. shards, rewritten: which of them were converted or replaced."""
+
     files: list[SourceFile]
     shards: list[str]
     rewritten: list[str]
@@ -100,6 +118,22 @@ def read_record(root: Path) -> Record:
         raise CheckpointError(f"{path}: format is {value.get('format')!r}, expected {FORMAT!r}")
     try:
         files = [SourceFile(**file) for file in value["files"]]
-        return Record(files, list(value["shards"]), list(value["rewritten"]))
-    except (KeyError, TypeError) as error:
+        record = Record(files, list(value["shards"]), list(value["rewritten"]))
+        for name in [file.path for file in files] + record.shards + record.rewritten:
+            _check_inside(name, path)
+        if not set(record.shards + record.rewritten) <= {file.path for file in files}:
+            raise ValueError("shards or rewritten name files that are not listed")
+        if not all(isinstance(file.bytes, int) and isinstance(file.sha256, str) for file in files):
+            raise TypeError("a file without size or SHA-256")
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path}: malformed record of a conversion: {error}") from error
+    return record
+
+
+def _check_inside(name: object, record: Path) -> None:
+    """Records come with checkpoints from anywhere; a restoration writes into its own folder alone."""
+    path = PurePosixPath(name) if isinstance(name, str) else None
+    if path is None or path.is_absolute() or ".." in path.parts or not path.parts or "\0" in str(path):
+        raise CheckpointError(f"{record}: file {name!r}, expected a path inside the checkpoint")

@@ -7,15 +7,18 @@ stopped; the index is written last, so that a folder without it is never taken f
 from __future__ import annotations
 
 import copy
+import fcntl
+import hashlib
 import json
-import shutil
+import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,12 +27,15 @@ from . import conversion, names, shard_writer
 from .checkpoint import INDEX, Checkpoint, open_checkpoint
 from .codec import NVFP4, Plane, encode_batch
 from .conversion import ShardRecord, SourceFile
+from .dialect import is_divisor, modelopt_names, reciprocal
 from .errors import CheckpointError
+from .files import read_header, read_object
 from .layout_a import quantization_config
 from .recipes import CONFIG_FILE, QUANT_CONFIG_FILE
 from .shard_writer import Entry
 
 BATCH_BYTES = 64 << 20  # of scale bytes that are encoded together
+BOOKKEEPING = (".git", ".cache")  # folders that are no part of a checkpoint
 Progress = Callable[[int], None]
 
 
@@ -46,35 +52,78 @@ class Result:
 def convert(source: Path, target: Path, tool: str, jobs: int = 1, progress: Progress | None = None) -> Result:
     """Converts a checkpoint folder. `progress` is told bytes of the source as they are done.
 
-    Raises CheckpointError: the source is no plain NVFP4 checkpoint, the target holds something else, the
-    disk is full.
+    Memory: the compressed scales of `jobs` shards, and a batch of plain ones. Raises CheckpointError: the
+    source is no plain NVFP4 checkpoint, the target holds something else, the disk is full. What can be
+    refused is refused before anything is written.
     """
     source, target = source.resolve(), target.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise CheckpointError(f"{target}: is, holds or lies in the source, expected a folder of its own")
     with open_checkpoint(source) as checkpoint:
-        _check_source(checkpoint)
-        shards = [path.relative_to(source).as_posix() for path in checkpoint.shards()]
-        _claim(target, source, shards)
-        done = {shard: _finished(source, target, shard) for shard in shards}
-        _check_space(source, target, [shard for shard in shards if not done[shard]])
-        todo = [shard for shard in shards if not done[shard]]
-        for shard in shards:
-            if done[shard] and progress:
-                progress((source / shard).stat().st_size)
-        job = _Job(checkpoint, target, progress)
-        if jobs > 1:
-            with ThreadPoolExecutor(jobs) as pool:
-                list(pool.map(job.shard, todo))
-        else:
-            for shard in todo:
-                job.shard(shard)
-        _finish(checkpoint, source, target, shards, tool)
-    before, after = (sum((root / s).stat().st_size for s in shards) for root in (source, target))
-    return Result(before, after, converted=len(todo), shards=len(shards))
+        plan = _plan(checkpoint)
+        with _claimed(target, source, plan.shards):
+            done = {shard for shard in plan.shards if _finished(source, target, shard)}
+            todo = [shard for shard in plan.shards if shard not in done]
+            shard_writer.check_space(target, _least_bytes(checkpoint, plan, target, todo))
+            for shard in done:
+                if progress:
+                    progress((source / shard).stat().st_size)
+            _run(_Job(checkpoint, plan, target, progress), todo, jobs)
+            _finish(checkpoint, plan, target, tool)
+    before, after = (sum((root / s).stat().st_size for s in plan.shards) for root in (source, target))
+    return Result(before, after, converted=len(todo), shards=len(plan.shards))
+
+
+def _run(job: _Job, shards: list[str], jobs: int) -> None:
+    """The first failure, or Ctrl-C, stops the shards at work and keeps the others from starting."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(job.shard, shard) for shard in shards]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            job.stop()
+            pool.shutdown(cancel_futures=True)
+    errors = [future.exception() for future in futures if not future.cancelled()]
+    for error in errors:
+        if error is not None and not isinstance(error, _StoppedError):
+            raise error
 
 
 # ---- before --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """shards, others: files of the source, relative to it. names: of renamed tensors. config: the new one."""
+
+    shards: list[str]
+    others: list[str]
+    names: dict[str, str]
+    config: dict[str, Any]
+
+    @property
+    def rewritten(self) -> list[str]:
+        return [name for name in self.others if _is_rewritten(name)]
+
+    def copy_of(self, name: str, target: Path) -> Path:
+        """Where a file that is no shard is kept."""
+        return (conversion.folder_of(target) if _is_rewritten(name) else target) / name
+
+
+def _plan(checkpoint: Checkpoint) -> _Plan:
+    """What is to be done, or CheckpointError for a source that cannot become layout A."""
+    root = checkpoint.root
+    _check_source(checkpoint)
+    shards = [path.relative_to(root).as_posix() for path in checkpoint.shards()]
+    files = _source_files(root)
+    if lost := sorted(set(shards) - set(files)):
+        raise CheckpointError(f"shard {lost[0]}: is not among the files of {root}")
+    others = [name for name in files if name not in shards]
+    # Without an index every shard counts; with one, only those that it names.
+    strays = [name for name in others if name.endswith(".safetensors")]
+    if strays and not any(_is_index(name) for name in others):
+        raise CheckpointError(f"{root / strays[0]}: holds tensors beside {shards}, and there is no index")
+    return _Plan(shards, others, modelopt_names(checkpoint.tensors), _new_config(checkpoint))
 
 
 def _check_source(checkpoint: Checkpoint) -> None:
@@ -83,31 +132,94 @@ def _check_source(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{root}: is compressed already (layout {checkpoint.layout})")
     if checkpoint.layout != "C":
         raise CheckpointError(f"{root}: has no experts with plain NVFP4 scales")
+    if conversion.folder_of(root).exists():
+        raise CheckpointError(
+            f"{conversion.folder_of(root)}: exists, expected a source without such a folder"
+        )
     ours = {layer.name for layer in checkpoint.layers}
     for layer in checkpoint.layers:
         if layer.spec is not NVFP4:
             raise CheckpointError(f"{layer.name}: is {layer.spec.name}, expected NVFP4")
-    for name in checkpoint.tensors:
+    for name, info in checkpoint.tensors.items():
         found = names.parse(name)
-        if found is not None and found.module in ours and found.expert is None:
+        if found is None or found.module not in ours:
+            continue
+        if found.expert is None:
             raise CheckpointError(f"{name}: holds all experts in one tensor, expected one tensor an expert")
-        if name.endswith(".weight_packed") and (found is None or found.module not in ours):
-            raise CheckpointError(
-                f"{name}: a packed layer that is no NVFP4 expert, which layout A cannot describe"
-            )
+        if found.part == names.SCALE:
+            rows, cols = info.shape
+            NVFP4.check_shape(rows, cols, name)
 
 
-def _claim(target: Path, source: Path, shards: list[str]) -> None:
-    """The target is new, or an interrupted conversion of the same source."""
+def _source_files(root: Path) -> list[str]:
+    """Every file below a folder, links followed; without what git and download tools keep for themselves."""
+    found: list[str] = []
+    for folder, below, files in os.walk(root, onerror=_unreadable, followlinks=True):
+        here = Path(folder)
+        if any(parent.samefile(here) for parent in here.parents if parent.is_relative_to(root)):
+            raise CheckpointError(f"{here}: a link to a folder around it")
+        below[:] = sorted(name for name in below if name not in BOOKKEEPING)
+        for name in files:
+            if not (here / name).is_file():
+                raise CheckpointError(f"{here / name}: a broken link or no ordinary file")
+            found.append((here / name).relative_to(root).as_posix())
+    return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    raise error
+
+
+def _is_index(path: str) -> bool:
+    return "/" not in path and path.endswith(".safetensors.index.json")
+
+
+def _is_rewritten(path: str) -> bool:
+    return path in (CONFIG_FILE, QUANT_CONFIG_FILE) or _is_index(path)
+
+
+@contextmanager
+def _claimed(target: Path, source: Path, shards: list[str]) -> Iterator[None]:
+    """The target is new, or an interrupted conversion of the same source; nobody else works on it."""
     marker = conversion.folder_of(target) / conversion.INCOMPLETE
-    identity = json.dumps({"source": str(source), "shards": shards})
-    if target.exists() and any(target.iterdir()):
-        if not marker.exists():
-            raise CheckpointError(f"{target}: is not empty, and no interrupted conversion")
-        if marker.read_text() != identity:
-            raise CheckpointError(f"{target}: holds an interrupted conversion of another source")
-    else:
-        shard_writer.write_whole(marker, identity.encode())
+    identity = json.dumps({"source": str(source), "shards": shards}).encode()
+    if not marker.exists():
+        _check_empty(target, marker)
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    # Never replaced, since its lock lies on this very file.
+    with marker.open("ab+") as held:
+        _lock(held, marker, target)
+        held.seek(0)
+        found = held.read()
+        if found != identity:
+            # Killed before all of it was written, a conversion wrote nothing else.
+            if not identity.startswith(found):
+                raise CheckpointError(f"{target}: holds an interrupted conversion of another source")
+            _check_empty(target, marker)
+            with shard_writer.full_disk_named(marker):
+                held.write(identity[len(found) :])
+                held.flush()
+                os.fsync(held.fileno())
+        yield
+
+
+def _lock(held: BinaryIO, marker: Path, target: Path) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"{target}: another conversion is at work on it") from None
+    except OSError:
+        pass  # a file system without locks
+    if not marker.exists() or not os.path.samestat(os.fstat(held.fileno()), marker.stat()):
+        raise CheckpointError(f"{target}: another conversion has just finished it")
+
+
+def _check_empty(target: Path, marker: Path) -> None:
+    """But for the marker of a conversion that did nothing more."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file, expected a new folder")
+    if any(path not in (marker, marker.parent) for path in target.rglob("*")):
+        raise CheckpointError(f"{target}: is not empty, and no interrupted conversion")
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -126,57 +238,94 @@ def _finished(source: Path, target: Path, shard: str) -> bool:
     )
 
 
-def _check_space(source: Path, target: Path, shards: list[str]) -> None:
-    """Compressed scales are about half: a target needs nine tenths of its source at the least."""
-    needed = sum((source / shard).stat().st_size for shard in shards) * 9 // 10
-    free = shutil.disk_usage(target).free
-    if free < needed:
-        raise CheckpointError(f"{target}: {free} bytes are free, expected at least {needed}")
+def _least_bytes(checkpoint: Checkpoint, plan: _Plan, target: Path, shards: list[str]) -> int:
+    """Scales shrink to half at best, so that no disk is refused that could do."""
+    root = checkpoint.root
+    others = [name for name in plan.others if not plan.copy_of(name, target).exists()]
+    sizes = sum((root / name).stat().st_size for name in shards + others)
+    paths = {root / shard for shard in shards}
+    scales = sum(
+        info.nbytes for name, info in checkpoint.tensors.items() if info.shard in paths and _is_scale(name)
+    )
+    return sizes - scales // 2
+
+
+def _is_scale(name: str) -> bool:
+    found = names.parse(name)
+    return found is not None and found.part == names.SCALE
 
 
 # ---- one shard -----------------------------------------------------------------------------------
 
 
+class _StoppedError(CheckpointError):
+    pass
+
+
 class _Job:
-    def __init__(self, checkpoint: Checkpoint, target: Path, progress: Progress | None) -> None:
+    """What the threads share. `stop` ends them at their next piece of work."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: _Plan, target: Path, progress: Progress | None) -> None:
         self._checkpoint = checkpoint
+        self._plan = plan
         self._target = target
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._progress = progress
         self._ours = {layer.name for layer in checkpoint.layers}
         self._by_shard: dict[Path, list[str]] = defaultdict(list)
         for name, info in checkpoint.tensors.items():
             self._by_shard[info.shard].append(name)
 
+    def stop(self) -> None:
+        self._stopped.set()
+
     def shard(self, shard: str) -> None:
+        """Converts one shard, unless another one failed."""
+        try:
+            self._tell(0)
+            self._convert(shard)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _convert(self, shard: str) -> None:
         source = self._checkpoint.root / shard
         stamp = _stamp(source)
+        own = self._by_shard[source]
+        if read_header(source) != {name: self._checkpoint.tensors[name] for name in own}:
+            raise CheckpointError(f"shard {source}: changed since the checkpoint was opened")
         planes = self._encode(source)
-        renamed: dict[str, str] = {}
         divisors: dict[str, str] = {}
         entries: list[Entry] = []
-        for name in self._by_shard[source]:
-            entries += self._entries(name, planes.get(name), renamed, divisors)
+        for name in own:
+            entries += self._entries(name, planes.get(name), divisors)
         entries = shard_writer.aligned(entries)
         header, metadata = _header_of(source)
         size = shard_writer.write_shard(self._target / shard, entries, metadata)
         kept = conversion.folder_of(self._target) / f"{conversion.shard_key(shard)}.header"
         shard_writer.write_whole(kept, header)
+        digest = hashlib.sha256()
+        for chunk in shard_writer.file_bytes(source):
+            digest.update(chunk)
+            self._tell(0)
+        if _stamp(source) != stamp:
+            raise CheckpointError(f"shard {source}: changed while it was converted")
         record = ShardRecord(
             shard,
             stamp,
-            shard_writer.sha256(source),
+            digest.hexdigest(),
             size,
             [entry.name for entry in entries],
-            renamed,
+            {name: self._plan.names[name] for name in own if name in self._plan.names},
             divisors,
         )
-        if _stamp(source) != stamp:
-            raise CheckpointError(f"shard {source}: changed while it was converted")
         conversion.write_shard_record(self._target, record)
 
     def _tell(self, count: int) -> None:
-        if self._progress:
+        if self._stopped.is_set():
+            raise _StoppedError("stopped")
+        if self._progress and count:
             with self._lock:
                 self._progress(count)
 
@@ -199,34 +348,22 @@ class _Job:
                 self._tell(scales.numel())
         return planes
 
-    def _entries(
-        self, name: str, plane: Plane | None, renamed: dict[str, str], divisors: dict[str, str]
-    ) -> Iterable[Entry]:
+    def _entries(self, name: str, plane: Plane | None, divisors: dict[str, str]) -> Iterable[Entry]:
         info = self._checkpoint.tensors[name]
-        found = names.parse(name)
+        target = self._plan.names.get(name, name)
         if plane is not None:
             yield _array(name + NVFP4.fixed_suffix, "U8", plane.fixed.numpy())
             yield _array(name + NVFP4.exceptions_suffix, "U32", plane.exceptions.numpy())
-        elif found is not None and found.module in self._ours and found.divisor:
-            yield self._multiplier(name, found.part, renamed, divisors)
+        elif target != name and is_divisor(name):
+            stored = self._checkpoint.read(name)
+            value = reciprocal(stored)
+            # Restoring takes the reciprocal of the multiplier, which is not always what it came from.
+            if reciprocal(value).numpy().tobytes() != stored.numpy().tobytes():
+                divisors[name] = stored.numpy().tobytes().hex()
+            self._tell(info.nbytes)
+            yield _array(target, "F32", value.numpy())
         else:
-            target = name
-            if found is not None and found.module in self._ours and name.endswith(".weight_packed"):
-                target = renamed[name] = name.removesuffix("_packed")
             yield Entry(target, info.dtype, info.shape, lambda: shard_writer.stored_bytes(info, self._tell))
-
-    def _multiplier(self, name: str, part: str, renamed: dict[str, str], divisors: dict[str, str]) -> Entry:
-        """compressed-tensors' global scales divide; those of layout A multiply."""
-        stored = self._checkpoint.read(name)
-        if stored.numel() != 1 or stored.dtype != torch.float32:
-            raise CheckpointError(f"{name}: is {stored.dtype} {list(stored.shape)}, expected one FP32 value")
-        value = (1 / stored.reshape(())).reshape(())
-        if not torch.equal((1 / value).view(torch.int32), stored.reshape(()).view(torch.int32)):
-            divisors[name] = stored.numpy().tobytes().hex()
-        last = "weight_scale_2" if part == names.GLOBAL_SCALE else "input_scale"
-        renamed[name] = f"{name.rpartition('.')[0]}.{last}"
-        self._tell(4)
-        return _array(renamed[name], "F32", value.numpy())
 
 
 def _array(name: str, dtype: str, array: np.ndarray) -> Entry:
@@ -244,30 +381,33 @@ def _header_of(shard: Path) -> tuple[bytes, dict[str, str] | None]:
 # ---- after ---------------------------------------------------------------------------------------
 
 
-def _finish(checkpoint: Checkpoint, source: Path, target: Path, shards: list[str], tool: str) -> None:
+def _finish(checkpoint: Checkpoint, plan: _Plan, target: Path, tool: str) -> None:
     """Everything that is no shard; the index last."""
-    kept = conversion.folder_of(target)
-    files = []
-    rewritten = [CONFIG_FILE, INDEX, QUANT_CONFIG_FILE]
-    for path in sorted(p for p in source.rglob("*") if p.is_file()):
-        relative = path.relative_to(source).as_posix()
-        if relative in shards:
-            record = conversion.read_shard_record(target, relative)
-            assert record is not None, relative
-            files.append(SourceFile(relative, path.stat().st_size, record.sha256))
-            continue
-        if relative.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: a shard that the index does not name")
-        files.append(SourceFile(relative, path.stat().st_size, shard_writer.sha256(path)))
-        shard_writer.copy_whole(path, (kept if relative in rewritten else target) / relative)
-    stored = [file.path for file in files]
-    conversion.write_record(target, tool, files, shards, [name for name in rewritten if name in stored])
-    config = _new_config(checkpoint)
-    shard_writer.write_whole(target / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
-    shard_writer.write_whole(
-        target / INDEX, (json.dumps(_new_index(source, target, shards), indent=2) + "\n").encode()
-    )
-    (kept / conversion.INCOMPLETE).unlink(missing_ok=True)
+    source = checkpoint.root
+    files: list[SourceFile] = []
+    weight_map: dict[str, str] = {}
+    size = 0
+    for shard in plan.shards:
+        record = conversion.read_shard_record(target, shard)
+        assert record is not None, shard
+        files.append(SourceFile(shard, record.source[0], record.sha256))
+        weight_map |= dict.fromkeys(record.weight_map, shard)
+        size += record.target_bytes - len(_header_of(target / shard)[0])
+    for name in plan.others:
+        digest = shard_writer.copy_whole(source / name, plan.copy_of(name, target))
+        files.append(SourceFile(name, (source / name).stat().st_size, digest))
+    conversion.write_record(target, tool, files, plan.shards, plan.rewritten)
+    _write_json(target / CONFIG_FILE, plan.config)
+    metadata: dict[str, Any] = {}
+    if (source / INDEX).exists():
+        metadata = read_object(source / INDEX).get("metadata") or {}
+    index = {"metadata": metadata | {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(target / INDEX, index)
+    (conversion.folder_of(target) / conversion.INCOMPLETE).unlink(missing_ok=True)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    shard_writer.write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _new_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -279,21 +419,6 @@ def _new_config(checkpoint: Checkpoint) -> dict[str, Any]:
     place["quantization_config"] = quantization_config(checkpoint)
     config.pop("compression_config", None)
     return config
-
-
-def _new_index(source: Path, target: Path, shards: list[str]) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    if (source / INDEX).exists():
-        metadata = dict(json.loads((source / INDEX).read_text()).get("metadata") or {})
-    weight_map: dict[str, str] = {}
-    size = 0
-    for shard in shards:
-        record = conversion.read_shard_record(target, shard)
-        assert record is not None, shard
-        weight_map |= dict.fromkeys(record.weight_map, shard)
-        header = int.from_bytes((target / shard).open("rb").read(8), "little")
-        size += record.target_bytes - 8 - header
-    return {"metadata": metadata | {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def source_bytes(source: Path) -> int:

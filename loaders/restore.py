@@ -2,83 +2,123 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from . import conversion, shard_writer
 from .checkpoint import Checkpoint, open_checkpoint
 from .codec import NVFP4, decode, plane_from_streams
-from .conversion import ShardRecord
-from .convert import Progress
+from .conversion import Record, ShardRecord, SourceFile
+from .dialect import is_divisor, reciprocal
 from .errors import CheckpointError
+
+Progress = Callable[[int], None]
 
 
 def restore(converted: Path, target: Path, progress: Progress | None = None) -> int:
     """Writes the source's files into `target` and returns their number.
 
-    Every file is compared with the SHA-256 that was taken when the source was converted. Raises
-    CheckpointError, naming the file, where one differs or cannot be rebuilt.
+    Every file is compared with the SHA-256 that was taken when the source was converted, before it gets
+    its name; config and index come last. Raises CheckpointError, naming the file, where one differs or
+    cannot be rebuilt. `progress` is told bytes as they are written.
     """
     converted, target = converted.resolve(), target.resolve()
     record = conversion.read_record(converted)
+    if converted == target or converted in target.parents or target in converted.parents:
+        raise CheckpointError(f"{target}: is, holds or lies in {converted}, expected a folder of its own")
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: is not empty, expected a new folder")
     target.mkdir(parents=True, exist_ok=True)
-    kept = conversion.folder_of(converted)
+    shard_writer.check_space(target, sum(file.bytes for file in record.files))
     with open_checkpoint(converted) as checkpoint:
-        for file in record.files:
-            path = target / file.path
-            if file.path in record.shards:
-                _restore_shard(checkpoint, file.path, path)
-            else:
-                root = kept if file.path in record.rewritten else converted
-                if not (root / file.path).exists():
-                    raise CheckpointError(f"{root / file.path}: missing, cannot restore {file.path}")
-                shard_writer.copy_whole(root / file.path, path)
-            found = shard_writer.sha256(path)
-            if found != file.sha256:
-                raise CheckpointError(f"{file.path}: SHA-256 is {found}, expected {file.sha256}")
-            if progress:
-                progress(file.bytes)
+        for file in sorted(
+            record.files, key=lambda f: (f.path not in record.shards, f.path in record.rewritten)
+        ):
+            with shard_writer.whole_file(target / file.path) as out:
+                for chunk in checked(checkpoint, record, file):
+                    out.write(chunk)
+                    if progress:
+                        progress(len(chunk))
     return len(record.files)
 
 
-def _restore_shard(checkpoint: Checkpoint, shard: str, path: Path) -> None:
+def checked(checkpoint: Checkpoint, record: Record, file: SourceFile) -> Iterator[bytes]:
+    """The bytes of a file of the source. Raises CheckpointError at their end where the SHA-256 differs."""
+    digest = hashlib.sha256()
+    for chunk in _file_bytes(checkpoint, record, file):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != file.sha256:
+        raise CheckpointError(f"{file.path}: SHA-256 is {digest.hexdigest()}, expected {file.sha256}")
+
+
+def _file_bytes(checkpoint: Checkpoint, record: Record, file: SourceFile) -> Iterator[bytes]:
+    if file.path in record.shards:
+        yield from _shard_bytes(checkpoint, file.path)
+        return
+    root = checkpoint.root
+    path = (conversion.folder_of(root) if file.path in record.rewritten else root) / file.path
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, cannot restore {file.path}")
+    yield from shard_writer.file_bytes(path)
+
+
+def _shard_bytes(checkpoint: Checkpoint, shard: str) -> Iterator[bytes]:
     record = conversion.read_shard_record(checkpoint.root, shard)
     kept = conversion.folder_of(checkpoint.root) / f"{conversion.shard_key(shard)}.header"
     if record is None or not kept.exists():
         raise CheckpointError(f"{kept}: missing, cannot restore {shard}")
     header = kept.read_bytes()
+    yield header
+    for name, shape in _in_order(header, kept):
+        yield from _tensor_bytes(checkpoint, record, name, shape)
+
+
+def _in_order(header: bytes, kept: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a shard's tensors as their bytes follow each other."""
     try:
         entries = json.loads(header[8:])
-    except ValueError as error:
-        raise CheckpointError(f"{kept}: is no header of a shard: {error}") from error
-    entries.pop("__metadata__", None)
-    with shard_writer.whole_file(path) as file:
-        file.write(header)
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            for chunk in _source_bytes(checkpoint, record, name, tuple(entry["shape"])):
-                file.write(chunk)
+        entries.pop("__metadata__", None)
+        order = sorted((*map(int, entry["data_offsets"]), name) for name, entry in entries.items())
+        return [(name, tuple(map(int, entries[name]["shape"]))) for _, _, name in order]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{kept}: is no header of a shard: {error!r}") from error
 
 
-def _source_bytes(
+def _tensor_bytes(
     checkpoint: Checkpoint, record: ShardRecord, name: str, shape: tuple[int, ...]
 ) -> Iterator[bytes]:
     """The bytes of a tensor of the source."""
-    if name in record.divisors:
-        yield bytes.fromhex(record.divisors[name])
-        return
     stored = record.names.get(name, name)
     if name + NVFP4.fixed_suffix in checkpoint.tensors:
         fixed, exceptions = (checkpoint.read(name + s) for s in (NVFP4.fixed_suffix, NVFP4.exceptions_suffix))
-        rows, columns = shape
-        yield decode(plane_from_streams(fixed, exceptions, rows, columns, NVFP4, name)).numpy().tobytes()
-    elif stored != name and not name.endswith(".weight_packed"):
-        yield (1 / checkpoint.read(stored).to(torch.float32)).numpy().tobytes()
-    elif stored in checkpoint.tensors:
-        yield from shard_writer.stored_bytes(checkpoint.tensors[stored])
-    else:
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{name}: shape {list(shape)} in the source's header, expected two dimensions"
+            )
+        yield decode(plane_from_streams(fixed, exceptions, *shape, NVFP4, name)).numpy().tobytes()
+    elif stored not in checkpoint.tensors:
         raise CheckpointError(f"{stored}: missing, cannot restore {name}")
+    elif stored != name and is_divisor(name):
+        info = checkpoint.tensors[stored]
+        if (info.dtype, info.numel) != ("F32", 1):
+            raise CheckpointError(f"{stored}: {info.dtype} {list(info.shape)}, expected one FP32 value")
+        yield _divisor(checkpoint.read(stored), stored, record.divisors.get(name))
+    else:
+        yield from shard_writer.stored_bytes(checkpoint.tensors[stored])
+
+
+def _divisor(multiplier: torch.Tensor, stored: str, recorded: str | None) -> bytes:
+    """The source's divisor: recorded where the multiplier's reciprocal is another number."""
+    if recorded is None:
+        return reciprocal(multiplier).numpy().tobytes()
+    divisor = bytes.fromhex(recorded)
+    wanted = reciprocal(torch.from_numpy(np.frombuffer(divisor, np.float32).copy()))
+    if multiplier.numpy().tobytes() != wanted.numpy().tobytes():
+        raise CheckpointError(f"{stored}: is {multiplier.item()}, expected {wanted.item()}")
+    return divisor

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -74,20 +74,37 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with full_disk_named(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            free = shutil.disk_usage(path.parent).free
-            raise CheckpointError(f"{path}: the disk is full ({free} bytes free)") from error
-        raise
+        _sync_folder(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raises CheckpointError where the disk is full, or the user's share of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise CheckpointError(f"{path}: the disk is full ({free} bytes free)") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new name last. Some network file systems cannot, and need not."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -95,9 +112,27 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def copy_whole(source: Path, target: Path) -> None:
-    with source.open("rb") as file, whole_file(target) as out:
-        shutil.copyfileobj(file, out, BLOCK)
+def copy_whole(source: Path, target: Path) -> str:
+    """Copies a file and returns the SHA-256 of what was copied."""
+    digest = hashlib.sha256()
+    with whole_file(target) as out:
+        for chunk in file_bytes(source):
+            digest.update(chunk)
+            out.write(chunk)
+    return digest.hexdigest()
+
+
+def file_bytes(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(BLOCK):
+            yield chunk
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises CheckpointError where less is free than is certainly needed."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{folder}: {free} bytes are free, expected at least {needed}")
 
 
 def stored_bytes(info: TensorInfo, progress: Callable[[int], None] | None = None) -> Iterator[bytes]:
@@ -113,8 +148,3 @@ def stored_bytes(info: TensorInfo, progress: Callable[[int], None] | None = None
             if progress:
                 progress(len(chunk))
             yield chunk
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

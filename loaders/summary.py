@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint import open_checkpoint
 from .codec import CodecSpec
+from .files import TensorInfo
 from .sources import ExpertLayer
 
 Progress = Callable[[int], None]
@@ -101,7 +102,7 @@ def summarize(root: Path | str, progress: Progress | None = None) -> Summary:
         return found
 
 
-def _stored(layer: ExpertLayer, tensors):
+def _stored(layer: ExpertLayer, tensors: Mapping[str, TensorInfo]) -> Iterator[PlaneSize]:
     spec: CodecSpec = layer.spec
     for source in layer.sources():
         fixed = tensors[source.scale_name + spec.fixed_suffix].nbytes
@@ -112,7 +113,7 @@ def _stored(layer: ExpertLayer, tensors):
         )
 
 
-def _encoded(layer: ExpertLayer):
+def _encoded(layer: ExpertLayer) -> Iterator[PlaneSize]:
     for projection in layer.projections:
         for expert, plane in enumerate(layer.planes(projection)):
             name = layer.source(expert, projection).scale_name

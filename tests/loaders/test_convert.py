@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converting import TOOL, contents
 from safetensors.torch import load_file, save_file
 from vllm_csf.loaders import conversion, shard_writer
 from vllm_csf.loaders.checkpoint import INDEX, open_checkpoint
@@ -22,12 +23,6 @@ from vllm_csf.loaders.errors import CheckpointError
 from vllm_csf.loaders.example import make_example
 from vllm_csf.loaders.restore import restore
 from vllm_csf.loaders.verify import verify
-
-TOOL = "test"
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(params=["modelopt", "compressed-tensors"])
@@ -126,6 +121,8 @@ def test_killed_conversion_goes_on_where_it_stopped(source, tmp_path):
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
     assert not (target / INDEX).exists()
     assert "interrupted" in verify(target).findings[0]
+    with pytest.raises(CheckpointError, match="interrupted"):
+        open_checkpoint(target)
     with pytest.raises(CheckpointError):
         restore(target, tmp_path / "back")
     first = (target / "model-00001-of-00002.safetensors").stat().st_mtime_ns
@@ -135,7 +132,7 @@ def test_killed_conversion_goes_on_where_it_stopped(source, tmp_path):
     assert verify(target, source).ok
     whole = tmp_path / "whole"
     convert(source, whole, TOOL)
-    assert {k: v for k, v in contents(target).items() if not k.endswith(".partial")} == contents(whole)
+    assert contents(target) == contents(whole)
 
 
 def test_resumed_conversion_of_a_changed_shard_starts_that_shard_anew(source, tmp_path, monkeypatch):
@@ -166,7 +163,7 @@ def test_full_disk_is_one_clear_error_and_leaves_no_shard(source, tmp_path, monk
         patch.setattr(shard_writer.os, "fsync", full)
         with pytest.raises(CheckpointError, match="the disk is full"):
             convert(source, tmp_path / "other", TOOL)
-    assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
+    assert list(contents(tmp_path / "other")) == [f"{conversion.FOLDER}/{conversion.INCOMPLETE}"]
     assert convert(source, tmp_path / "csf", TOOL).converted == 2
 
 
@@ -203,73 +200,3 @@ def test_sources_that_cannot_be_described_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"q_proj\.weight_packed"):
         convert(packed, tmp_path / "out", TOOL)
     assert not (tmp_path / "out").exists()
-
-
-# ---- verify and restore find what is wrong -------------------------------------------------------
-
-
-@pytest.fixture
-def converted(tmp_path) -> tuple[Path, Path]:
-    source = make_example(tmp_path / "source")
-    convert(source, tmp_path / "csf", TOOL)
-    return source, tmp_path / "csf"
-
-
-def damage(root: Path, wanted: str) -> str:
-    """Flips one bit in the middle of the first tensor whose name has `wanted`."""
-    with open_checkpoint(root) as checkpoint:
-        name, info = next((n, i) for n, i in checkpoint.tensors.items() if wanted in n and i.nbytes)
-    with info.shard.open("r+b") as file:
-        file.seek(info.begin + info.nbytes // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    return name
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        ("up_proj.weight_scale.nvfp4_csf_fixed", "the block scale"),
-        ("up_proj.weight_scale.nvfp4_csf_exceptions", "up_proj"),
-        ("down_proj.weight_scale_2", "the global scale"),
-        ("gate_proj.input_scale", "the input scale"),
-        ("self_attn.o_proj.weight", "differs from the source"),
-    ],
-)
-def test_verify_names_what_differs(converted, wanted, found):
-    source, root = converted
-    name = damage(root, wanted)
-    report = verify(root, source)
-    assert not report.ok
-    module = name.split(".weight")[0].split(".input_scale")[0]
-    assert any(found in line and module in line for line in report.findings), report.findings
-
-
-def test_verify_goes_on_behind_the_first_finding(converted):
-    source, root = converted
-    with open_checkpoint(root) as checkpoint:
-        fixed = [i for n, i in checkpoint.tensors.items() if n.endswith("csf_fixed")][:3]
-    for info in fixed:
-        with info.shard.open("r+b") as file:
-            file.seek(info.begin)
-            file.write(b"\xff")  # a base above 240
-    report = verify(root, source)
-    assert len([line for line in report.findings if "base" in line]) >= 3
-    assert report.planes == 2 * 8 * 3
-
-
-def test_truncated_shard_is_found(converted):
-    source, root = converted
-    shard = root / "model-00001-of-00002.safetensors"
-    os.truncate(shard, shard.stat().st_size - 10)
-    assert "truncated" in verify(root, source).findings[0]
-
-
-def test_restore_refuses_damage_and_strangers(converted, tmp_path):
-    source, root = converted
-    with pytest.raises(CheckpointError, match="expected a converted"):
-        restore(source, tmp_path / "a")
-    damage(root, "self_attn.o_proj.weight")
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        restore(root, tmp_path / "b")

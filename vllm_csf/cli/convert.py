@@ -7,22 +7,20 @@ import time
 from pathlib import Path
 
 from .. import __version__
+from .arguments import positive
 from .progress import bar, size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="folder of an NVFP4 checkpoint")
     parser.add_argument("out", type=Path, help="new folder, or that of an interrupted conversion")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="shards to work on at a time")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="shards to work on at a time")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ..loaders import convert
 
-    if arguments.jobs < 1:
-        print(f"vllm-csf convert: --jobs is {arguments.jobs}, expected at least 1")
-        return 2
     began = time.perf_counter()
     total = convert.source_bytes(arguments.source)
     with bar(total, "B", "convert", arguments.quiet) as progress:

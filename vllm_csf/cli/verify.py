@@ -13,6 +13,9 @@ from .progress import bar, size
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--source", type=Path, help="the checkpoint it was made from, to compare with")
+    parser.add_argument(
+        "--planes-only", action="store_true", help="do not check the bytes of everything but the scales"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -21,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..loaders.verify import verify
 
     with bar(0, "plane", "verify", arguments.quiet or arguments.json) as progress:
-        report = verify(arguments.checkpoint, arguments.source, progress)
+        report = verify(arguments.checkpoint, arguments.source, progress, arguments.planes_only)
     if arguments.json:
         print(json.dumps({"ok": report.ok} | asdict(report), indent=1))
     else:
@@ -30,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         share = 100 * report.exceptions / max(1, report.native_bytes)
         print(
             f"{report.planes} planes, {size(report.native_bytes)} native, {size(report.compressed_bytes)} "
-            f"compressed, {share:.2f} % exceptions, {report.compared} parts compared: "
+            f"compressed, {share:.2f} % exceptions, {report.compared} parts compared, "
+            f"{report.reproduced} files of the source reproduced: "
             + ("sound" if report.ok else f"{len(report.findings)} findings")
         )
     return 0 if report.ok else 1
