@@ -11,6 +11,7 @@ Everything but the experts is stored in FP32 and is not quantised, so that nothi
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,12 +49,17 @@ class Sizes:
 
     def check(self) -> None:
         """Raises ValueError for sizes that no layout, or no tokenizer, can hold."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected at least 1")
         for name in ("hidden", "width"):
             if (value := getattr(self, name)) < 32 or value % 32:
                 raise ValueError(f"{name} is {value}, expected a multiple of 32")
         least = len(example_config.SPECIALS) + 256
         if self.vocabulary < least:
             raise ValueError(f"vocabulary is {self.vocabulary}, expected at least {least}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}, expected a multiple of kv_heads, {self.kv_heads}")
         if not 1 <= self.topk <= self.experts:
             raise ValueError(f"topk is {self.topk}, expected 1 to {self.experts}, the number of experts")
 
@@ -105,6 +111,11 @@ class _Weights:
             for module in self.expert_modules()
             for e in range(size.experts)
         }
+        if self._mtp:
+            # As `_draw_mtp` does with the rest; copies, for tensors of one storage cannot be saved together.
+            first, *_, last = self.expert_modules()
+            for e in range(size.experts):
+                self.experts[f"{last}.{e}"] = copy.deepcopy(self.experts[f"{first}.{e}"])
 
     @property
     def _mtp(self) -> int:
@@ -177,12 +188,17 @@ class _Weights:
         return out
 
     def _draw_mtp(self, prefix: str, model: Tensors) -> Tensors:
+        """It does to the newest token what the first layer does, so that some of its drafts are right."""
         hidden = self.size.hidden
-        return {
+        joined = self._normal(hidden, 2 * hidden, std=0.005)
+        joined[:, :hidden] += torch.eye(hidden)
+        first = "model.layers.0."
+        copied = {prefix + n.removeprefix(first): t.clone() for n, t in model.items() if n.startswith(first)}
+        return copied | {
             f"{prefix}embed_tokens.weight": model["model.embed_tokens.weight"].clone(),
             f"{prefix}enorm.weight": torch.ones(hidden),
             f"{prefix}hnorm.weight": torch.ones(hidden),
-            f"{prefix}eh_proj.weight": self._normal(hidden, 2 * hidden),
+            f"{prefix}eh_proj.weight": joined,
             f"{prefix}shared_head.norm.weight": torch.ones(hidden),
             f"{prefix}shared_head.head.weight": model["lm_head.weight"].clone(),
         }

@@ -103,13 +103,14 @@ def quantization_config(layout: str, modules: list[str]) -> dict[str, Any] | Non
     if layout == "compressed-tensors":
         weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         weights |= {"symmetric": True, "dynamic": False}
+        activations = weights | {"dynamic": "local"}
         patterns = ("self_attn", r"mlp\.gate$", "shared_experts", "eh_proj", "head$")
         return {
             "quant_method": "compressed-tensors",
             "format": "nvfp4-pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}
             },
             "ignore": ["lm_head", *(f"re:.*{p}.*" if "$" not in p else f"re:.*{p}" for p in patterns)],
         }

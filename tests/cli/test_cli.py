@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 
@@ -68,6 +70,65 @@ def test_verify_and_restore(folders, capsys, tmp_path):
         assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_verify_reads_all_or_the_planes_only(folders, capsys, tmp_path):
+    shutil.copytree(folders / "csf", tmp_path / "csf")
+    files = len(list((folders / "native").iterdir()))
+    assert cli.main(["verify", str(tmp_path / "csf")]) == 0
+    assert f"{files} files of the source reproduced: sound" in capsys.readouterr().out
+    (tmp_path / "csf" / "tokenizer.json").write_text("{}")
+    assert cli.main(["verify", str(tmp_path / "csf")]) == 1
+    out = capsys.readouterr().out
+    assert "tokenizer.json: SHA-256" in out
+    assert out.strip().endswith("1 findings")
+    assert cli.main(["verify", str(tmp_path / "csf"), "--planes-only"]) == 0
+
+
+def test_interrupted_conversion_is_inspected_by_nobody(folders, capsys, tmp_path):
+    shutil.copytree(folders / "csf", tmp_path / "csf")
+    (tmp_path / "csf" / "csf_source" / "INCOMPLETE").write_text("{}")
+    assert cli.main(["inspect", str(tmp_path / "csf")]) == 1
+    assert "its conversion was interrupted" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path / "csf")]) == 1
+
+
+def test_choices_of_make_example_are_those_of_the_loaders():
+    from vllm_csf.loaders import example
+
+    from vllm_csf.cli import example as command
+
+    assert command.FAMILIES == example.FAMILIES
+    assert command.LAYOUTS == example.LAYOUTS
+    assert [name.replace("-", "_") for name in command.SIZES] == [f.name for f in fields(example.Sizes)]
+
+
+def test_make_example_takes_sizes(tmp_path, capsys):
+    sizes = {"layers": 1, "hidden": 64, "width": 32, "experts": 3, "topk": 1}
+    sizes |= {"heads": 2, "kv-heads": 1, "head-dim": 16, "vocabulary": 270}
+    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    assert cli.main(["make-example", str(tmp_path / "a"), "--unequal-gate-up", *flags]) == 0
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"], config["moe_intermediate_size"]) == (
+        1,
+        64,
+        32,
+    )
+    assert (config["num_experts"], config["num_experts_per_tok"], config["vocab_size"]) == (3, 1, 270)
+    found = (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"])
+    assert found == (2, 1, 16)
+    capsys.readouterr()
+    assert cli.main(["inspect", str(tmp_path / "a")]) == 0
+    assert "gate and up of 3 experts have different global scales" in capsys.readouterr().out
+
+
+def test_sizes_that_do_not_fit_are_one_line_and_exit_with_two(tmp_path, capsys):
+    assert cli.main(["make-example", str(tmp_path / "a"), "--hidden", "120"]) == 2
+    assert capsys.readouterr().err == "vllm-csf make-example: hidden is 120, expected a multiple of 32\n"
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_text("x")
+    assert cli.main(["make-example", str(tmp_path / "a")]) == 1
+
+
 def test_findings_exit_with_one(folders, capsys):
     assert cli.main(["verify", str(folders / "native")]) == 1
     assert "no compressed experts" in capsys.readouterr().out
@@ -95,6 +156,10 @@ def test_failures_are_one_line_and_exit_with_one(arguments, capsys):
         ["unknown"],
         ["convert", "one"],
         ["make-example", "x", "--family", "none"],
+        ["make-example", "x", "--layout", "none"],
+        ["make-example", "x", "--layers", "0"],
+        ["make-example", "x", "--experts", "some"],
+        ["convert", "a", "b", "--jobs", "-1"],
         ["convert", "a", "b", "--jobs", "0"],
     ],
 )

@@ -76,6 +76,22 @@ def test_exceptions_occur_and_gate_and_up_share_their_scale(family, tmp_path):
         assert all(layer.unequal_global_scales() for layer in checkpoint.layers)
 
 
+def test_mtp_layer_does_what_the_first_layer_does(tmp_path):
+    folder = example.make_example(tmp_path / "a", "glm4-moe", "dequantized")
+    found = tensors(folder)
+    first = {n.removeprefix("model.layers.0."): t for n, t in found.items() if ".layers.0." in n}
+    assert len(first) > 3 * 8
+    assert all(torch.equal(found[f"model.layers.2.{n}"], t) for n, t in first.items())
+    assert not torch.equal(found["model.layers.1.mlp.gate.weight"], first["mlp.gate.weight"])
+
+
+def test_compressed_tensors_recipe_quantises_activations_where_their_scales_are_stored(family):
+    """A recipe without input activations would make the scales strangers."""
+    config = json.loads((family["compressed-tensors"] / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+    assert any(name.endswith(".input_global_scale") for name in tensors(family["compressed-tensors"]))
+
+
 def test_seed_decides_and_sizes_can_be_chosen(tmp_path):
     one, same, other = (
         tensors(example.make_example(tmp_path / str(n), seed=seed, experts=4))
@@ -129,7 +145,8 @@ def test_wrong_requests_are_refused(tmp_path):
         example.make_example(tmp_path / "a", family="other")
     with pytest.raises(ValueError, match="layers_"):
         example.make_example(tmp_path / "a", layers_=3)
-    for name, value in (("hidden", 120), ("width", 0), ("vocabulary", 258), ("topk", 9)):
+    wrong = {"hidden": 120, "width": 0, "vocabulary": 258, "topk": 9, "heads": 3, "head_dim": -1, "layers": 0}
+    for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name} is {value}"):
             example.make_example(tmp_path / "a", **{name: value})
     assert not (tmp_path / "a").exists()

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+from .arguments import positive
+
+# Those of loaders.example, which is too heavy to import for a help text; a test compares them.
+FAMILIES = ("qwen3-moe", "glm4-moe")
+LAYOUTS = ("modelopt", "compressed-tensors", "csf", "container", "dequantized")
+SIZES = ("layers", "hidden", "width", "experts", "topk", "heads", "kv-heads", "head-dim", "vocabulary")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="new folder")
-    parser.add_argument("--family", default="qwen3-moe", help="qwen3-moe, or glm4-moe with an MTP layer")
+    parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES, help="glm4-moe has an MTP layer")
     parser.add_argument(
-        "--layout", default="modelopt", help="modelopt, compressed-tensors, csf, container or dequantized"
+        "--layout",
+        default=LAYOUTS[0],
+        choices=LAYOUTS,
+        help="dequantized: the same numbers as an unquantised FP32 checkpoint",
     )
     parser.add_argument("--seed", type=int, default=0)
-    for name in ("layers", "hidden", "width", "experts", "topk"):
-        parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--unequal-gate-up", action="store_true", help="gate and up get global scales of their own"
+    )
+    sizes = parser.add_argument_group("sizes", "hidden and width: multiples of 32")
+    for name in SIZES:
+        sizes.add_argument(f"--{name}", type=positive, metavar="N")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..loaders.errors import CheckpointError
     from ..loaders.example import make_example
 
-    names = ("layers", "hidden", "width", "experts", "topk")
+    names = (name.replace("-", "_") for name in SIZES)
     sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     try:
-        made = make_example(arguments.out, arguments.family, arguments.layout, arguments.seed, **sizes)
+        made = make_example(
+            arguments.out,
+            arguments.family,
+            arguments.layout,
+            arguments.seed,
+            arguments.unequal_gate_up,
+            **sizes,
+        )
+    except CheckpointError:
+        raise
     except ValueError as error:
-        if type(error) is not ValueError:
-            raise
-        print(f"vllm-csf make-example: {error}")
+        print(f"vllm-csf make-example: {error}", file=sys.stderr)
         return 2
     print(made)
     return 0
