@@ -1,245 +1,217 @@
-"""Times one expert layer in three arms: compressed scales, native scales, vLLM's Marlin.
+"""Times one expert layer in three arms, in one run: compressed scales, native scales, vLLM's Marlin.
 
-    python -m vllm_csf.bench.kernels --out docs/results/kernels-h200.json [--geometry NAME ...]
+`vllm-csf bench kernels` runs this. The record, written anew after every point:
 
-Whole operation, replayed as a CUDA graph, other random routing for every replay; the median of the
-replays, in microseconds. Every arm's output is first compared with FP64 on a few tokens.
+    {"machine": {...}, "commit": ..., "protocol": {...}, "skipped": {arm: reason}, "checks": [...],
+     "failures": [...],
+     "rows": [{"geometry", "E", "H", "I", "topk", "tokens", "routing", "arm",
+               "us", "us_min", "us_max", "gb_s", "tflop_s"}]}
+
+us: the median of the replays, and the extremes. gb_s: bytes of the experts that were hit, once, over the
+median. tflop_s: 6 T topk H I operations over the median. checks: of every arm the relative error against
+FP64, and of csf whether its output is native's, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
+import gc
 import statistics
-import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..kernels.activation import SILU
-from ..kernels.moe import experts as moe
-from ..kernels.moe import programs
-from . import layers
+from . import arms, layers, machine, records, timing
+from .arms import Arm
+from .geometries import ARMS, EXCEPTIONS, TOKENS, LayerGeometry
+from .routing import route
 
-GEOMETRIES = {
-    "GLM-Flash-TP4": (288, 4096, 512, 8),
-    "Qwen3.8-TP2": (512, 2560, 320, 10),
-    "Qwen3.8-TP1": (512, 2560, 640, 10),
-    "Qwen3-235B-TP1": (128, 4096, 1536, 8),
-    "Qwen3-30B-TP1": (128, 2048, 768, 8),
-    "DSV3-TP8": (256, 7168, 256, 8),
-}
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
-EXCEPTIONS = 0.003
-REPLAYS = 16
-NATIVE_BYTES = 0.5 + 1 / 16  # a weight and its share of a scale
-
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FRESH_ROUTES = 32
+FRESH_BYTES = 1 << 30  # of made-up inputs that lie ready on the device
+CHECKED_TOKENS = (1, 8, 64, 1024)
 
 
 @dataclass(frozen=True)
-class Arm:
-    name: str
-    call: Call
-    weight_bytes: float
+class Wanted:
+    """What to measure. seconds: of replaying, for each geometry, token count and routing."""
+
+    geometries: Sequence[LayerGeometry]
+    tokens: Sequence[int] = TOKENS
+    routings: Sequence[str] = ("uniform",)
+    arms: Sequence[str] = ARMS
+    exceptions: float = EXCEPTIONS
+    seconds: float = 1.0
+    commit: str = "unknown"
 
 
-def our_arm(name: str, stack: layers.Stack, topk: int) -> Arm:
-    native = name == "native"
-    prepared = stack.prepare(native)
-    properties = torch.cuda.get_device_properties(0)
-    geometry = programs.Geometry(
-        prepared.experts,
-        prepared.experts,
-        prepared.hidden,
-        prepared.inner,
-        topk,
-        SILU,
-        mapped=False,
-        wide_ids=False,
-        arch=f"sm_{properties.major}{properties.minor}a",
-        multiprocessors=properties.multi_processor_count,
-        native=native,
-    )
-    options = programs.choices(geometry)
-    flags = torch.zeros(32 * properties.multi_processor_count, dtype=torch.int32, device="cuda")
-    buffer = torch.empty(0, dtype=torch.uint8, device="cuda")
+@dataclass
+class Session:
+    """One run: its record, where it is kept, whom it tells."""
 
-    def take(size: int) -> torch.Tensor:
-        nonlocal buffer
-        if size > buffer.numel():
-            buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
-        return buffer[:size]
+    wanted: Wanted
+    out: Path | None
+    say: Callable[[str], None]
+    record: dict[str, Any] = field(default_factory=dict)
 
-    def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        for start in range(0, x.shape[0], options[-1].tokens):
-            part = slice(start, start + options[-1].tokens)
-            choice = programs.choice_for(options, x[part].shape[0])
-            workspace = moe.Workspace.within(
-                take, x[part].shape[0], topk, prepared.hidden, prepared.inner, 8 * choice.ctas, choice.units
-            )
-            program = programs.program(geometry, choice)
-            moe.run(
-                program,
-                prepared,
-                workspace,
-                flags,
-                x[part],
-                ids[part],
-                weights[part],
-                out[part],
-                None,
-                choice.ctas,
-            )
-        return out
+    def begin(self) -> None:
+        w = self.wanted
+        properties = torch.cuda.get_device_properties(0)
+        about = machine.describe() | {
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "copy_gb_s": round(machine.copy_rate(), 1),
+        }
+        reason = arms.missing_peer() if "marlin" in w.arms else "not asked for"
+        self.record = {
+            "machine": about,
+            "commit": w.commit,
+            "protocol": {
+                "what": "whole layer, replayed as a graph with fresh routes and activations, arms in turn",
+                "exceptions": w.exceptions,
+                "seconds": w.seconds,
+                "floor_us": round(timing.floor(), 2),
+            },
+            "skipped": {"marlin": reason} if reason else {},
+            "checks": [],
+            "failures": [],
+            "rows": [],
+        }
+        if reason:
+            self.say(f"no marlin arm: {reason}")
 
-    scales = prepared.w13.scale_bytes + prepared.w2.scale_bytes
-    weights = stack.w13.numel() * 2 + stack.w2.numel() * 2
-    return Arm(name, call, 0.5 + scales / weights)
+    def keep(self) -> None:
+        if self.out is not None:
+            records.write(self.record, self.out)
+
+    def failed(self, error: Exception, **where: Any) -> None:
+        """Notes what did not run; goes on unless the device itself is lost."""
+        text = f"{type(error).__name__}: {error}".strip()
+        self.record["failures"].append(where | {"error": text[:2000]})
+        self.say(f"failed: {where}: {text}")
+        self.keep()
+        torch.cuda.synchronize()  # raises where an earlier kernel has broken the context
 
 
-def marlin_arm(stack: layers.Stack) -> Arm:
-    from .peer import marlin
-
-    return Arm("marlin", marlin(stack), NATIVE_BYTES)
-
-
-def check(arm: Arm, stack: layers.Stack, topk: int) -> float:
-    """Relative error of 8 tokens against FP64."""
-    hidden, experts = stack.w2.shape[1], stack.w2.shape[0]
-    g = torch.Generator(device="cuda").manual_seed(7)
-    x = torch.randn(8, hidden, generator=g, device="cuda").bfloat16()
-    ids, weights = layers.random_routing(8, experts, topk, 7, "cuda")
-    truth = layers.truth(stack, x, ids, weights)
-    return ((arm.call(x, ids, weights).double() - truth).norm() / truth.norm()).item()
-
-
-def time_arm(arm: Arm, tokens: int, shape: tuple[int, int, int, int]) -> dict[str, Any]:
-    experts, hidden, width, topk = shape
-    routings = [layers.random_routing(tokens, experts, topk, seed, "cuda") for seed in range(REPLAYS)]
-    g = torch.Generator(device="cuda").manual_seed(tokens)
-    x = torch.randn(tokens, hidden, generator=g, device="cuda").bfloat16()
-    ids, weights = (t.clone() for t in routings[0])
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            arm.call(x, ids, weights)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            arm.call(x, ids, weights)
-        times = []
-        for fresh in (*routings[:4], *routings):
-            ids.copy_(fresh[0])
-            weights.copy_(fresh[1])
-            torch.cuda._sleep(20000)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-    times = times[4:]
-    hit = statistics.mean(len(r[0].unique()) for r in routings)
-    us = statistics.median(times)
-    return {
-        "arm": arm.name,
-        "tokens": tokens,
-        "us": round(us, 2),
-        "us_min": round(min(times), 2),
-        "us_max": round(max(times), 2),
-        "gb_s": round(hit * 3 * hidden * width * arm.weight_bytes / us / 1e3, 1),
-        "tflop_s": round(6 * tokens * topk * hidden * width / us / 1e6, 2),
-        "experts_hit": round(hit, 1),
-    }
-
-
-def copy_rate() -> float:
-    """GB/s of a device copy, read and written bytes counted."""
-    a = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    times = []
-    for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        b.copy_(a)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * a.numel() / statistics.median(times) / 1e6
-
-
-def machine() -> dict[str, Any]:
-    def version(name: str) -> str | None:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
-    return {
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver, max clock": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "copy_gb_s": round(copy_rate(), 1),
-        **{name: version(name) for name in ("torch", "vllm", "nvidia-cutlass-dsl")},
-    }
-
-
-def run(names: list[str], tokens: list[int], with_peer: bool) -> list[dict[str, Any]]:
-    rows = []
-    for name in names:
-        experts, hidden, width, topk = shape = GEOMETRIES[name]
-        stack = layers.random_stack(experts, hidden, width, EXCEPTIONS, device="cuda")
-        stack = replace(stack, alpha13=stack.alpha13[:, :1].repeat(1, 2))
-        for kind in ("csf", "native", *(("marlin",) if with_peer else ())):
-            arm = marlin_arm(stack) if kind == "marlin" else our_arm(kind, stack, topk)
-            error = check(arm, stack, topk)
-            for count in tokens:
-                found = {"geometry": name, "E": experts, "H": hidden, "I": width, "topk": topk}
-                rows.append(found | {"routing": "uniform"} | time_arm(arm, count, shape) | {"error": error})
-            del arm
+def run(wanted: Wanted, out: Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """The record. Raises BenchError without a CUDA device, RuntimeError where it is lost on the way."""
+    if not torch.cuda.is_available():
+        raise records.BenchError("the kernels are measured on a CUDA device, and there is none")
+    session = Session(wanted, out, say)
+    session.begin()
+    try:
+        for geometry in wanted.geometries:
+            _geometry(session, geometry)
+            gc.collect()
             torch.cuda.empty_cache()
-        print(table([r for r in rows if r["geometry"] == name]), flush=True)
+        session.record["machine"]["copy_gb_s_at_end"] = round(machine.copy_rate(), 1)
+        session.record["machine"]["gpus_at_end"] = machine.gpus()
+    finally:
+        session.keep()
+    return session.record
+
+
+def _geometry(session: Session, geometry: LayerGeometry) -> None:
+    began = time.perf_counter()
+    try:
+        held = _hold(session, geometry)
+    except torch.OutOfMemoryError as error:
+        session.failed(error, geometry=geometry.name)
+        return
+    session.say(f"{geometry.name}: {', '.join(held)} ready after {time.perf_counter() - began:.0f} s")
+    for routing in session.wanted.routings:
+        for tokens in session.wanted.tokens:
+            try:
+                session.record["rows"] += _point(session.wanted, geometry, held, routing, tokens)
+            except (RuntimeError, ValueError, LookupError) as error:
+                session.failed(error, geometry=geometry.name, routing=routing, tokens=tokens)
+            session.keep()
+
+
+def _hold(session: Session, geometry: LayerGeometry) -> dict[str, Arm]:
+    """The layer in every arm that works, checked."""
+    wanted, record = session.wanted, session.record
+    names = [name for name in ("csf", "native") if name in wanted.arms]
+    ours = arms.OurArms(geometry, names, max(wanted.tokens))
+    stack = layers.random_stack(
+        geometry.experts, geometry.hidden, geometry.width, wanted.exceptions, device="cuda"
+    )
+    stack = replace(stack, alpha13=stack.alpha13[:, :1].repeat(1, 2))  # Marlin has one for both
+    found = ours.hold(stack)
+    if "marlin" in wanted.arms and "marlin" not in record["skipped"]:
+        try:
+            found.append(arms.peer_arm(stack))
+        except (RuntimeError, ValueError, AssertionError, AttributeError, TypeError) as error:
+            session.failed(error, geometry=geometry.name, arm="marlin")
+    held = {arm.name: arm for arm in found}
+    for name in list(held):
+        try:
+            record["checks"].append(_check(geometry, stack, held, name, max(wanted.tokens)))
+        except (RuntimeError, AssertionError, TypeError) as error:
+            del held[name]
+            session.failed(error, geometry=geometry.name, arm=name)
+    return held
+
+
+def _check(
+    geometry: LayerGeometry, stack: layers.Stack, held: dict[str, Arm], name: str, most: int
+) -> dict[str, Any]:
+    """Error of a call of 8 tokens against FP64; of csf, equality with native for several token counts."""
+    inputs = _inputs(geometry, "uniform", min(8, most), 1)[0]
+    truth = layers.truth(stack, inputs.x, inputs.ids, inputs.weights)
+    got = held[name].call(inputs.x, inputs.ids, inputs.weights).double()
+    error = ((got - truth).norm() / truth.norm()).item()
+    found: dict[str, Any] = {"geometry": geometry.name, "arm": name, "relative_error": float(f"{error:.3g}")}
+    if name == "csf" and "native" in held:
+        found["equals_native"] = all(
+            torch.equal(held["csf"].call(i.x, i.ids, i.weights), held["native"].call(i.x, i.ids, i.weights))
+            for tokens in CHECKED_TOKENS
+            if tokens <= most
+            for i in _inputs(geometry, "uniform", tokens, 2)
+        )
+    return found
+
+
+def _inputs(geometry: LayerGeometry, routing: str, tokens: int, count: int) -> list[timing.Inputs]:
+    """Fresh inputs, as many as `count` where they fit."""
+    count = max(1, min(count, FRESH_BYTES // (2 * tokens * geometry.hidden)))
+    g = torch.Generator(device="cuda").manual_seed(tokens)
+    found = []
+    for seed in range(count):
+        x = torch.randn(tokens, geometry.hidden, generator=g, device="cuda", dtype=torch.bfloat16)
+        ids, weights = route(routing, tokens, geometry.experts, geometry.topk, seed, "cuda")
+        found.append(timing.Inputs(x, ids, weights))
+    return found
+
+
+def _point(
+    wanted: Wanted, geometry: LayerGeometry, held: dict[str, Arm], routing: str, tokens: int
+) -> list[dict[str, Any]]:
+    fresh = _inputs(geometry, routing, tokens, FRESH_ROUTES)
+    hit = statistics.mean(len(inputs.ids.unique()) for inputs in fresh)
+    calls = {name: arm.call for name, arm in held.items()}
+    times = timing.measure(calls, fresh, timing.Rounds(wanted.seconds))
+    g = geometry
+    rows = []
+    for name, found in times.items():
+        us = statistics.median(found)
+        rows.append(
+            {
+                "geometry": g.name,
+                "E": g.experts,
+                "H": g.hidden,
+                "I": g.width,
+                "topk": g.topk,
+                "tokens": tokens,
+                "routing": routing,
+                "arm": name,
+                "us": round(us, 2),
+                "us_min": round(min(found), 2),
+                "us_max": round(max(found), 2),
+                "gb_s": round(hit * g.weights * held[name].weight_bytes / us / 1e3, 1),
+                "tflop_s": round(2 * tokens * g.topk * g.weights / us / 1e6, 2),
+            }
+        )
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """One line a token count: the arms' times, and the ratios that matter."""
-    head = ("csf us", "native us", "marlin us", "csf/native", "marlin/csf", "csf GB/s")
-    lines = [f"{'geometry':<16}{'tokens':>7}" + "".join(f"{h:>12}" for h in head)]
-    for tokens in sorted({r["tokens"] for r in rows}):
-        arms = {r["arm"]: r for r in rows if r["tokens"] == tokens}
-        csf, native, peer = (arms.get(a) for a in ("csf", "native", "marlin"))
-        if csf is None:
-            continue
-        times = [arm["us"] if arm else float("nan") for arm in (csf, native, peer)]
-        ratios = (times[0] / times[1], times[2] / times[0])
-        cells = [f"{t:>12.1f}" for t in times] + [f"{r:>12.3f}" for r in ratios] + [f"{csf['gb_s']:>12.0f}"]
-        lines.append(f"{csf['geometry']:<16}{tokens:>7}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--geometry", nargs="*", choices=list(GEOMETRIES), default=list(GEOMETRIES))
-    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--no-peer", action="store_true", help="without vLLM's Marlin")
-    arguments = parser.parse_args()
-    record = {"machine": machine(), "commit": arguments.commit}
-    record["rows"] = run(arguments.geometry, arguments.tokens, not arguments.no_peer)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.moe import experts as moe
+from .routing import route
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -88,7 +89,5 @@ def truth(stack: Stack, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
 def random_routing(
     tokens: int, experts: int, topk: int, seed: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    g = torch.Generator(device=device).manual_seed(seed)
-    ids = torch.rand(tokens, experts, generator=g, device=device).topk(topk, dim=1).indices.to(torch.int32)
-    weights = torch.softmax(torch.randn(tokens, topk, generator=g, device=device), -1)
-    return ids.contiguous(), weights.contiguous()
+    """Uniform; see `routing.route`."""
+    return route("uniform", tokens, experts, topk, seed, device)

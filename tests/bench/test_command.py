@@ -1,0 +1,69 @@
+"""`vllm-csf bench`: arguments, errors of one line, what needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from test_kernel_tables import row
+
+from vllm_csf import cli
+from vllm_csf.cli import bench
+
+RECORD = {"machine": {"gpu": "Card"}, "commit": "c", "rows": [row("csf", 1, 20.0), row("native", 1, 30.0)]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--geometry", "None"], "has 'None', expected some of GLM-Flash-TP4"),
+        (["--tokens", "1,x"], "argument --tokens"),
+        (["--tokens", "0"], "argument --tokens"),
+        (["--routing", "even"], "has 'even', expected some of uniform, zipf, hot"),
+        (["--arms", "csf,theirs"], "has 'theirs', expected some of csf, native, marlin"),
+        (["--exceptions", "1.5"], "is 1.5, expected 0 to 1"),
+    ],
+)
+def test_wrong_usage_is_named(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "kernels", *arguments])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_kernels_need_a_device(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", "kernels", "--geometry", "Qwen3-30B-TP1"]) == 1
+    assert capsys.readouterr().err.strip() == (
+        "vllm-csf bench: the kernels are measured on a CUDA device, and there is none"
+    )
+
+
+def test_geometries_of_a_checkpoint(checkpoint):
+    found = bench.geometries_of(
+        argparse.Namespace(checkpoint=str(checkpoint("glm4-moe", "csf")), tensor_parallel_size=2, topk=None)
+    )
+    assert [(g.experts, g.hidden, g.width, g.topk) for g in found] == [(8, 128, 64, 2)]  # 48, padded
+    assert found[0].name.endswith("-TP2")
+
+
+def test_a_checkpoint_without_fp4_experts_is_refused(checkpoint, capsys):
+    folder = str(checkpoint("qwen3-moe", "dequantized"))
+    assert cli.main(["bench", "kernels", folder]) == 1
+    assert "no experts in FP4" in capsys.readouterr().err
+
+
+def test_table_prints_and_draws(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(RECORD))
+    assert cli.main(["bench", "table", str(path)]) == 0
+    assert "| 1 | 20.0 | 30.0 |" in capsys.readouterr().out
+    assert path.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_table_refuses_what_is_no_record(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text("{}")
+    assert cli.main(["bench", "table", str(path)]) == 1
+    assert "no record, expected a record of kernels" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""Records: whole at any moment, refused when they are none."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from vllm_csf.bench import records
+from vllm_csf.bench.records import BenchError
+
+RECORD = {"machine": {"gpu": None}, "commit": "c", "rows": [{"us": 1.5, "arm": "csf"}, {"us": 2, "arm": "x"}]}
+
+
+def test_round_trip_and_one_row_a_line(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    records.write(RECORD, path)
+    assert records.read(path, "kernels") == RECORD
+    assert sum('"arm"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_a_write_that_dies_leaves_the_last_record(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    records.write(RECORD, path)
+
+    def die(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(OSError, match="no space"):
+        records.write(RECORD | {"rows": []}, path)
+    assert records.read(path) == RECORD
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "record.json"),
+        ("[]", "no record, expected a record of serve"),
+        ('{"rows": 3}', "no record"),
+        (json.dumps(RECORD), "is kernels, expected a record of serve"),
+    ],
+)
+def test_what_is_no_record_of_the_kind_is_refused(tmp_path, content, said):
+    path = tmp_path / "record.json"
+    path.write_text(content)
+    with pytest.raises(BenchError, match=said):
+        records.read(path, "serve")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(BenchError, match=r"nothing\.json"):
+        records.read(tmp_path / "nothing.json")

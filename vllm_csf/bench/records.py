@@ -1,0 +1,55 @@
+"""Records of measurements: JSON that is whole at any moment, so that an interrupted run keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..loaders.errors import CheckpointError
+
+
+class BenchError(CheckpointError):
+    """Something cannot be measured here, or a file is no record of a measurement."""
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Replaces the file in one step. One row a line: records are kept under version control."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(dumps(record))
+    os.replace(beside, path)
+
+
+def dumps(record: dict[str, Any]) -> str:
+    parts = []
+    for key, value in record.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            rows = ",\n  ".join(json.dumps(row) for row in value)
+            parts.append(f"{json.dumps(key)}: [\n  {rows}\n ]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def read(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """kind: of `kind_of`. Raises BenchError."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{path}: {error}") from error
+    found = kind_of(record)
+    if found is None or kind not in (None, found):
+        raise BenchError(f"{path}: is {found or 'no record'}, expected a record of {kind or 'bench'}")
+    return record
+
+
+def kind_of(record: Any) -> str | None:
+    """kernels, serve, quality, or None."""
+    if not isinstance(record, dict):
+        return None
+    for key, kind in (("rows", "kernels"), ("windows", "serve"), ("agreement", "quality")):
+        if isinstance(record.get(key), list):
+            return kind
+    return None

@@ -1,0 +1,146 @@
+"""``vllm-csf bench``: kernels, serving and quality, measured; tables, reports, comparisons of records."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, TOKENS
+from .arguments import positive
+
+if TYPE_CHECKING:
+    from ..bench.geometries import LayerGeometry
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, help_, declare, run_ in (
+        ("kernels", "time one expert layer: compressed, native, vLLM's own", _kernels, run_kernels),
+        ("table", "print a record as Markdown, and draw it", _table, run_table),
+    ):
+        command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
+        declare(command)
+        command.set_defaults(run_bench=run_)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return int(arguments.run_bench(arguments) or 0)
+
+
+def numbers(text: str) -> list[int]:
+    """1,2,4."""
+    return [positive(part) for part in text.split(",")]
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"is {value}, expected 0 to 1")
+    return value
+
+
+def one_of(names: tuple[str, ...]) -> type:
+    """A comma list of some of the names. A type, so that argparse shows what is wrong."""
+
+    class Names(list):
+        def __init__(self, text: str) -> None:
+            super().__init__(text.split(","))
+            if wrong := [name for name in self if name not in names]:
+                raise argparse.ArgumentTypeError(f"has {wrong[0]!r}, expected some of {', '.join(names)}")
+
+    return Names
+
+
+# ---- kernels ---------------------------------------------------------------------------------------
+
+
+def _kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", nargs="?", help="measure its expert layers, not the named ones")
+    parser.add_argument("--out", type=Path, help="record (JSON); a figure (SVG) is drawn beside it")
+    parser.add_argument(
+        "--geometry",
+        type=one_of(tuple(NAMED)),
+        default=list(NAMED),
+        metavar="NAME,...",
+        help=f"some of {', '.join(NAMED)} (default: all)",
+    )
+    tokens = ",".join(map(str, TOKENS))
+    parser.add_argument("--tokens", type=numbers, default=list(TOKENS), metavar="N,...", help=tokens)
+    parser.add_argument("--routing", type=one_of(ROUTINGS), default=["uniform"], metavar=",".join(ROUTINGS))
+    parser.add_argument("--arms", type=one_of(ARMS), default=list(ARMS), metavar=",".join(ARMS))
+    parser.add_argument(
+        "--exceptions", type=share, default=EXCEPTIONS, help=f"share of the scales (default: {EXCEPTIONS})"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of replaying at each point, at most (default: 1)"
+    )
+    parser.add_argument("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N")
+    parser.add_argument("--topk", type=positive, help="experts a token, if not in config.json")
+    parser.add_argument("--commit", help="for the record, where no git tells")
+
+
+def run_kernels(arguments: argparse.Namespace) -> int:
+    geometries = [NAMED[name] for name in arguments.geometry]
+    if arguments.checkpoint:
+        geometries = geometries_of(arguments)
+    from ..bench import kernel_tables, machine
+    from ..bench.kernels import Wanted, run
+
+    wanted = Wanted(
+        geometries,
+        tokens=arguments.tokens,
+        routings=arguments.routing,
+        arms=arguments.arms,
+        exceptions=arguments.exceptions,
+        seconds=arguments.seconds,
+        commit=machine.commit(arguments.commit),
+    )
+    record = run(wanted, arguments.out, lambda text: print(text, flush=True))
+    print(kernel_tables.markdown(record))
+    if arguments.out:
+        arguments.out.with_suffix(".svg").write_text(kernel_tables.figure(record))
+    return 1 if record["failures"] else 0
+
+
+def geometries_of(arguments: argparse.Namespace) -> list[LayerGeometry]:
+    """The different expert layers of a checkpoint, as one of the ranks holds them."""
+    from ..bench.geometries import LayerGeometry
+    from ..loaders.checkpoint import open_checkpoint
+    from ..loaders.errors import CheckpointError
+    from .precompile import facts_of
+
+    arguments.enable_expert_parallel = False
+    with open_checkpoint(arguments.checkpoint) as checkpoint:
+        facts = dict.fromkeys(facts_of(checkpoint, arguments))
+        name = Path(checkpoint.root).name
+    if not facts:
+        raise CheckpointError(f"{arguments.checkpoint}: no experts in FP4, nothing to measure")
+    return [
+        LayerGeometry(
+            f"{name}-TP{arguments.tensor_parallel_size}" + (f"-{i}" if i else ""),
+            one.experts,
+            one.hidden,
+            one.width,
+            one.topk,
+        )
+        for i, one in enumerate(facts)
+    ]
+
+
+# ---- records ---------------------------------------------------------------------------------------
+
+
+def _table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--figure", type=Path, help="where to draw it (default: beside the record, .svg)")
+
+
+def run_table(arguments: argparse.Namespace) -> int:
+    from ..bench import kernel_tables, records
+
+    record = records.read(arguments.record, "kernels")
+    print(kernel_tables.markdown(record))
+    figure = arguments.figure or arguments.record.with_suffix(".svg")
+    figure.write_text(kernel_tables.figure(record))
+    return 0
