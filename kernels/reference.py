@@ -38,12 +38,13 @@ MAX_GROUP = 16
 
 @dataclass(frozen=True)
 class ScalePlanes:
-    """P compressed planes of equal shape [rows, cols].
+    """P planes of equal shape [rows, cols], compressed, or kept as they are for a comparison.
 
     fixed: uint8 [P, rows / 16 * 16 * (1 + cols / 2)], the slabs as stored in a checkpoint.
     offsets: int64 [P + 1]; plane p owns entries[offsets[p] : offsets[p + 1]].
     entries: int32 [capacity]; low 24 bits row * cols + col, high 8 bits the byte.
     longest: no plane has more exceptions than this; a host number, so that it can size tensors.
+    native: `fixed` holds the scale bytes themselves, uint8 [P, rows * cols], and there are no exceptions.
     """
 
     fixed: torch.Tensor
@@ -52,6 +53,16 @@ class ScalePlanes:
     rows: int
     cols: int
     longest: int
+    native: bool = False
+
+    def expand(self) -> ScalePlanes:
+        """The same scales, native."""
+        size, device = self.rows * self.cols, self.fixed.device
+        index = torch.arange(self.fixed.shape[0], device=device)
+        out = torch.empty(len(index), size + 1, dtype=torch.uint8, device=device)
+        scale = decode_planes(self, index, out).reshape(-1, size).contiguous()
+        nothing = self.entries[:0]
+        return ScalePlanes(scale, torch.zeros_like(self.offsets), nothing, self.rows, self.cols, 0, True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,8 @@ def decode_planes(planes: ScalePlanes, index: torch.Tensor, out: torch.Tensor) -
     planes with fewer exceptions than the longest. Returns the E4M3 bytes, uint8 [S, rows, cols].
     """
     S, R, C = index.shape[0], planes.rows, planes.cols
+    if planes.native:
+        return planes.fixed[index].view(S, R, C)
     slabs = planes.fixed[index].view(S, R // SLAB_ROWS, SLAB_ROWS * (1 + C // 2))
     base = slabs[:, :, :SLAB_ROWS].unsqueeze(-1)
     codes = slabs[:, :, SLAB_ROWS:].view(S, R // SLAB_ROWS, SLAB_ROWS, C // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -21,11 +22,11 @@ MATRICES = ("tiles", "bases", "slices", "starts", "records", "dense")
 
 
 class CuteExecution:
-    """Weights in fragment order, scales compressed; see `kernels.layout` for the resident form."""
+    """Weights in fragment order, scales compressed (or native); see `kernels.layout` for the resident form."""
 
-    name = "cute"
-
-    def __init__(self) -> None:
+    def __init__(self, native: bool = False) -> None:
+        self._native = native
+        self.name = "cute, native scales" if native else "cute"
         self._rooms: dict[str, tuple[int, int]] = {}
         self._shapes: dict[str, layout.Shape] = {}
         self._served: Served | None = None
@@ -42,7 +43,7 @@ class CuteExecution:
     # ---- start -----------------------------------------------------------------------------------
 
     def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan:
-        return make_plan(geometry_of(facts, *_device(device)), limits)
+        return make_plan(replace(geometry_of(facts, *_device(device)), native=self._native), limits)
 
     def serve_by(self, served: Served) -> None:
         self._served = served
@@ -75,7 +76,7 @@ class CuteExecution:
         self, half: str, weight: torch.Tensor, planes: reference.ScalePlanes, halves: int
     ) -> dict[str, torch.Tensor]:
         parts = [
-            moe.prepare_matrix(weight[group], scale, gated=halves == 2)
+            moe.prepare_matrix(weight[group], scale, gated=halves == 2, native=self._native)
             for group, scale in _decoded(weight, planes, halves)
         ]
         matrix = layout.concatenate(parts)

@@ -18,6 +18,7 @@ from .planning import LayerFacts, Limits, Plan
 from .startup import Served
 
 Tensors = Mapping[str, torch.Tensor]
+SCALES = ("csf", "native")
 
 
 class Execution(Protocol):
@@ -55,9 +56,11 @@ class Execution(Protocol):
 
 
 class ReferenceExecution:
-    """Plain torch: decodes the planes of the routed experts for every call."""
+    """Plain torch: decodes the planes of the routed experts for every call (or keeps them native)."""
 
-    name = "reference"
+    def __init__(self, native: bool = False) -> None:
+        self._native = native
+        self.name = "reference, native scales" if native else "reference"
 
     @staticmethod
     def supports(device: torch.device) -> bool:
@@ -75,17 +78,20 @@ class ReferenceExecution:
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         self._shape = (layer.experts, layer.hidden, layer.width, layer.activation.gated)
         self._activation = layer.activation
+        scales13, scales2 = layer.scales13, layer.scales2
+        if self._native:
+            scales13, scales2 = scales13.expand(), scales2.expand()
         self._planes = {
-            half: (planes.rows, planes.cols, planes.longest)
-            for half, planes in (("13", layer.scales13), ("2", layer.scales2))
+            half: (planes.rows, planes.cols, planes.longest, planes.native)
+            for half, planes in (("13", scales13), ("2", scales2))
         }
         return {
             "w13": layer.w13,
             "w2": layer.w2,
             "alphas13": layer.alphas13,
             "alphas2": layer.alphas2,
-            **_planes_by_name("13", layer.scales13),
-            **_planes_by_name("2", layer.scales2),
+            **_planes_by_name("13", scales13),
+            **_planes_by_name("2", scales2),
         }
 
     def scale_bytes(self, resident: Tensors) -> int:
@@ -141,21 +147,30 @@ def _planes_by_name(half: str, planes: reference.ScalePlanes) -> dict[str, torch
 
 
 def choose(
-    wanted: str, device: torch.device, dtype: torch.dtype, activation: Activation, hidden: int
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    activation: Activation,
+    hidden: int,
+    scales: str = "csf",
 ) -> Execution:
     """The execution of that name, or with "auto" the fastest that serves the layer on the device.
 
+    scales: "csf", or "native" for the same kernels on scales that are kept as they are, to compare with.
     Raises ValueError where there is none.
     """
     from .cute import CuteExecution, can_compute
 
+    if scales not in SCALES:
+        raise ValueError(f"csf_scales is {scales!r}, expected {' or '.join(map(repr, SCALES))}")
+    native = scales == "native"
     if wanted == "cute" and not (device.type == "cuda" and can_compute(dtype, activation, hidden)):
         raise ValueError(
             f"csf_execution is 'cute', which needs a CUDA device, nvidia-cutlass-dsl and apache-tvm-ffi, "
             f"bfloat16 and a gated SiLU; found {device.type}, {dtype}, {activation}, hidden size {hidden}"
         )
     if wanted == "cute" or (wanted == "auto" and CuteExecution.supports(device, dtype, activation, hidden)):
-        return CuteExecution()
+        return CuteExecution(native)
     if wanted in ("auto", "reference") and ReferenceExecution.supports(device):
-        return ReferenceExecution()
+        return ReferenceExecution(native)
     raise ValueError(f"csf_execution is {wanted!r} on {device.type}, expected 'auto', 'cute' or 'reference'")

@@ -70,6 +70,7 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
             params_dtype,
             self._activation,
             hidden_size,
+            compat.additional_setting("csf_scales", "csf"),
         )
         self._ledger.expect(layer.layer_name)
         self._make_plan(layer, shape)

@@ -8,7 +8,7 @@ marlin  vLLM's own backend for the device
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from ..cute import MATRICES, CuteExecution
 from ..kernels import reference
 from ..kernels.activation import SILU
 from ..kernels.compiled.cache import ProgramCache
-from ..planning import LayerFacts, Limits, Plan, flag_words, make_plan
+from ..planning import LayerFacts, Limits, flag_words
 from ..startup import Served, Startup
 from .geometries import LayerGeometry
 from .layers import Stack
@@ -37,14 +37,6 @@ class Arm:
 
 class PackedExecution(CuteExecution):
     """The served execution, of a layer whose scales lie on the device as bytes, kept native if wanted."""
-
-    def __init__(self, native: bool) -> None:
-        super().__init__()
-        self._native = native
-
-    def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan:
-        plan = super().plan(facts, limits, device)
-        return make_plan(replace(plan.geometry, native=True), limits) if self._native else plan
 
     def pack(self, stack: Stack) -> dict[str, torch.Tensor]:
         """The resident tensors, as `prepare` names them."""
