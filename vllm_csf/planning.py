@@ -141,9 +141,10 @@ def make_plan(geometry: Geometry, limits: Limits) -> Plan:
         if first > limits.tokens:
             break
         wanted = tuple(programs.declared(replace(geometry, wide_ids=w), choice) for w in (False, True))
-        scratch = programs.workspace_bytes(geometry, choice, choice.tokens)
-        steps.append(Step(first, choice.tokens, choice, wanted, scratch))
-        first = choice.tokens + 1
+        last = min(choice.tokens, limits.tokens)
+        scratch = programs.workspace_bytes(geometry, choice, last)
+        steps.append(Step(first, last, choice, wanted, scratch))
+        first = last + 1
     return Plan(PLAN_VERSION, geometry, limits, tuple(steps), _resident_bytes(geometry))
 
 

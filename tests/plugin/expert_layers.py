@@ -32,13 +32,14 @@ class Checkpoint:
 
     width: int = WIDTH
     seed: int = 0
+    hidden: int = HIDDEN
     projections: dict[tuple[int, str], Projection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.seed)
         for expert in range(EXPERTS):
             for shard in SHARDS:
-                rows, cols = (HIDDEN, self.width) if shard == "w2" else (self.width, HIDDEN)
+                rows, cols = (self.hidden, self.width) if shard == "w2" else (self.width, self.hidden)
                 scale = torch.randint(40, 60, (rows, cols // 16), generator=g)
                 wild = torch.rand(scale.shape, generator=g) < 0.05
                 scale[wild] = torch.randint(0, 120, (int(wild.sum()),), generator=g)

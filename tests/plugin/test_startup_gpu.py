@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from expert_layers import EXPERTS, HIDDEN, WIDTH, Checkpoint, Layer
+from expert_layers import EXPERTS, Checkpoint, Layer
 from vllm_csf.kernels import oracle, reference
 from vllm_csf.kernels.activation import SILU
 from vllm_csf.kernels.compiled import build
@@ -20,14 +20,14 @@ from vllm_csf.startup import release_cached
 
 pytestmark = pytest.mark.gpu
 
-TOPK, LAYERS, TOKENS = 2, 3, 2000
+HIDDEN, WIDTH, TOPK, LAYERS, TOKENS = 256, 192, 2, 3, 2000
 MIB = 1 << 20
 
 
 def received(seed: int = 0) -> reference.ExpertLayer:
     with torch.device("cuda"):
-        layer = Layer(width=WIDTH)
-    for tensor in Checkpoint(width=WIDTH, seed=seed).tensors(layer.dialect, streams=True):
+        layer = Layer(width=WIDTH, hidden=HIDDEN)
+    for tensor in Checkpoint(WIDTH, seed, HIDDEN).tensors(layer.dialect, streams=True):
         layer.receive(*tensor)
     return layer.finish()
 
@@ -97,7 +97,7 @@ def routed(tokens: int, ids: torch.dtype, seed: int = 0):
 
 
 def wanted(seed: int, x, weights, ids) -> torch.Tensor:
-    checkpoint = Checkpoint(width=WIDTH, seed=seed)
+    checkpoint = Checkpoint(WIDTH, seed, HIDDEN)
     dense = ([checkpoint.dense(shard, e) for e in range(EXPERTS)] for shard in ("w1", "w3", "w2"))
     host = [t.double().cpu().numpy() for t in (x, weights)]
     return torch.from_numpy(oracle.expert_layer(*host, ids.cpu().numpy(), *dense))

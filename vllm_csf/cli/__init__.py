@@ -15,6 +15,7 @@ COMMANDS = (
     ("convert", "convert", "compress the block scales of an NVFP4 checkpoint"),
     ("verify", "verify", "decode and check every plane of a compressed checkpoint"),
     ("restore", "restore", "rebuild the source of a converted checkpoint, byte for byte"),
+    ("precompile", "precompile", "compile the kernels for a checkpoint ahead of its first start"),
     ("bench", "bench", "measure kernels and serving beside stock vLLM; compare records"),
     ("make-example", "example", "make a small random checkpoint"),
 )

@@ -1,0 +1,126 @@
+"""`vllm-csf precompile`: the programs that a server will ask for, from the checkpoint alone."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from vllm_csf.kernels.activation import SILU
+from vllm_csf.kernels.compiled.cache import ProgramCache
+from vllm_csf.loaders.checkpoint import open_checkpoint
+
+from vllm_csf.cli import main, parser
+from vllm_csf.cli.precompile import plans_of
+from vllm_csf.planning import LayerFacts, Limits, geometry_of, make_plan
+
+EXPERTS, HIDDEN, WIDTH, TOPK = 8, 128, 192, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("precompile") / "model"
+    sizes = {"--experts": EXPERTS, "--hidden": HIDDEN, "--width": WIDTH, "--topk": TOPK, "--layers": 2}
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    assert main(["make-example", str(out), "--family", "glm4-moe", "--layout", "csf", *flags]) == 0
+    return out
+
+
+def arguments(folder: Path, *flags: str) -> argparse.Namespace:
+    return parser().parse_args(["precompile", str(folder), *flags])
+
+
+def plans(folder: Path, *flags: str):
+    with open_checkpoint(folder) as checkpoint:
+        return plans_of(checkpoint, arguments(folder, *flags))
+
+
+def facts(**changes) -> LayerFacts:
+    fields = {
+        "experts": EXPERTS, "global_experts": EXPERTS, "hidden": HIDDEN, "width": WIDTH, "topk": TOPK,
+        "activation": SILU, "mapped": False,
+    }  # fmt: skip
+    return LayerFacts(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank"),
+    [
+        ((), facts()),
+        (("-tp", "2"), facts(width=96)),
+        (("-tp", "4"), facts(width=64)),
+        (("-tp", "2", "-ep"), facts(experts=4, mapped=True)),
+        (("-tp", "3", "--enable-expert-parallel"), facts(experts=3, mapped=True)),
+        (("-ep",), facts()),
+    ],
+)
+def test_ranks_get_the_programs_of_their_part(folder, flags, rank):
+    (plan,) = plans(folder, *flags)
+    assert plan == make_plan(geometry_of(rank, "sm_90a", 132), Limits(8192))
+
+
+def test_every_architecture_gets_its_own(folder):
+    found = plans(folder, "--arch", "sm_90a", "sm_100a", "--max-num-batched-tokens", "1")
+    assert [plan.geometry.arch for plan in found] == ["sm_90a", "sm_100a"]
+    assert len({program for plan in found for program in plan.programs()}) == 4
+
+
+def test_a_full_cache_leaves_nothing_to_do(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "kernels"))
+    from tiny_program import tiny
+    from vllm_csf.kernels.compiled.objects import compile_object
+
+    data, kept = compile_object(tiny(1)), ProgramCache(tmp_path)
+    for plan in plans(folder, "--max-num-batched-tokens", "1"):
+        for program in plan.programs():
+            kept.store(program, data)
+    flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path)]
+    assert main(["precompile", str(folder), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "plan 1 of 8 experts of 8, H 128, I 192, top 3, up to 1 tokens, on sm_90a" in out
+    assert out.endswith(f"0 programs compiled in 0.0 s, 2 were there, in {tmp_path}\n")
+
+
+@pytest.mark.slow
+def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys):
+    flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet"]
+    assert main(["precompile", str(folder), *flags]) == 0
+    assert capsys.readouterr().out.startswith("2 programs compiled in ")
+    from vllm_csf.kernels.compiled import build
+
+    from vllm_csf.startup import Startup
+
+    build.reclaim()
+    monkeypatch.setattr(build, "compile_in_workers", None)
+    monkeypatch.setattr(build, "compile_object", None)
+    startup = Startup()
+    plan = make_plan(geometry_of(facts(), "sm_90a", 78), Limits(1))
+    startup.declare(plan, ProgramCache(tmp_path))
+    account = startup.finish()
+    assert (account.compiled, account.from_cache) == (0, 2)
+
+
+def test_what_is_missing_is_named(folder, tmp_path, capsys):
+    import json
+
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    del config["num_experts_per_tok"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["precompile", str(tmp_path)]) == 1
+    assert "config.json has none of num_experts_per_tok" in capsys.readouterr().err
+    (plan,) = plans(tmp_path, "--topk", "3")
+    assert plan == plans(folder)[0]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    assert main(["precompile", str(tmp_path), "--topk", "3"]) == 1
+    assert "has no kernels" in capsys.readouterr().err
+
+
+def test_wrong_usage_exits_with_two(folder):
+    with pytest.raises(SystemExit, match="2"):
+        main(["precompile", str(folder), "-tp", "0"])
