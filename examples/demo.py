@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from server import Server, ServerError, has_cuda
+from vllm_csf.bench.server import Server, ServerError, has_cuda
 
 PROMPT = "The scales of this model are"
 FLAGS = ("--quantization", "csf_nvfp4", "--max-model-len", "256", "--max-num-seqs", "4")

@@ -22,7 +22,7 @@ MATRICES = ("tiles", "bases", "slices", "starts", "records", "dense")
 
 
 class CuteExecution:
-    """Weights in fragment order, scales compressed (or native); see `kernels.layout` for the resident form."""
+    """Weights in fragment order, scales compressed or native; see `kernels.layout` for the resident form."""
 
     def __init__(self, native: bool = False) -> None:
         self._native = native

@@ -1,16 +1,13 @@
-"""How the serving tests start servers and what they ask them. Brings `examples/` onto the path."""
+"""How the serving tests start servers and what they ask them."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_csf.bench.server import Server, ServerError, has_cuda
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from server import Server, ServerError, has_cuda  # noqa: E402
-
 __all__ = ["ENVIRONMENT", "FLAGS", "ROOT", "Answer", "Server", "ServerError", "ask", "has_cuda"]
 
 PROMPTS = ([5, 17, 33, 99], [7, 201, 120, 64, 64, 12, 31, 90], list(range(10, 60)), [42])

@@ -34,5 +34,6 @@ NAMED = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ARMS = ("csf", "native", "marlin")
+SERVED_ARMS = ("stock", "native", "csf")
 ROUTINGS = ("uniform", "zipf", "hot")
 EXCEPTIONS = 0.003

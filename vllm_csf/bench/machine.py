@@ -79,6 +79,40 @@ def used_mib() -> int | None:
         return None
 
 
+WATCHED = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu"}
+WATCH_MS = 500
+
+
+class Watch:
+    """`with Watch() as watch: ...`, then `watch.medians`: of the first device's clock, power and temperature
+    meanwhile; empty without nvidia-smi."""
+
+    medians: dict[str, float]
+
+    def __enter__(self) -> Watch:
+        self.medians = {}
+        query = f"--query-gpu={','.join(WATCHED.values())}"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0", f"-lms={WATCH_MS}"]
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            self._process = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        text, _ = self._process.communicate()
+        lines = [[_number(field.strip()) for field in line.split(",")] for line in text.splitlines()]
+        for index, name in enumerate(WATCHED):
+            values = [x[index] for x in lines if len(x) == len(WATCHED) and isinstance(x[index], float)]
+            if values:
+                self.medians[name] = statistics.median(values)  # type: ignore[type-var]
+
+
 def _number(text: str) -> str | float:
     try:
         return float(text)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, TOKENS
+from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, SERVED_ARMS, TOKENS
 from .arguments import positive
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, help_, declare, run_ in (
         ("kernels", "time one expert layer: compressed, native, vLLM's own", _kernels, run_kernels),
-        ("table", "print a record as Markdown, and draw it", _table, run_table),
+        ("serve", "serve a checkpoint in three arms, drive the servers, compare them", _serve, run_serve),
+        ("table", "print a record of the kernels as Markdown, and draw it", _table, run_table),
     ):
         command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
         declare(command)
@@ -126,6 +128,107 @@ def geometries_of(arguments: argparse.Namespace) -> list[LayerGeometry]:
         )
         for i, one in enumerate(facts)
     ]
+
+
+# ---- serve -----------------------------------------------------------------------------------------
+
+LOADS = ("64:128:1,8,32",)
+
+
+def loads(text: str) -> list[tuple[int, int, int]]:
+    """PROMPT:OUTPUT:CONCURRENCY,... as triples."""
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"is {text!r}, expected PROMPT:OUTPUT:CONCURRENCY[,CONCURRENCY...]")
+    prompt, output = positive(parts[0]), positive(parts[1])
+    return [(prompt, output, concurrency) for concurrency in numbers(parts[2])]
+
+
+def _arms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="folder, or Hugging Face repository")
+    parser.add_argument(
+        "--arms", type=one_of(SERVED_ARMS), default=list(SERVED_ARMS), metavar=",".join(SERVED_ARMS)
+    )
+    parser.add_argument("--stock", metavar="CHECKPOINT", help="what stock vLLM serves (default: the same)")
+    parser.add_argument("--out", type=Path, help="record (JSON), kept while it grows")
+    parser.add_argument("--commit", help="for the record, where no git tells")
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _arms(parser)
+    parser.add_argument(
+        "--load",
+        type=loads,
+        action="append",
+        metavar="PROMPT:OUTPUT:CONCURRENCY,...",
+        help=f"tokens of a request, and how many run at a time; repeatable (default: {LOADS[0]})",
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each arm (default: 3)")
+    parser.add_argument(
+        "--repeats", type=positive, default=1, help="windows of a load in a turn (default: 1)"
+    )
+    parser.add_argument(
+        "--waves", type=positive, default=4, help="requests of a window for each at a time (default: 4)"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="keep all arms' servers up, so that windows alternate"
+    )
+    parser.add_argument(
+        "--speculation",
+        choices=("auto", "off", "mtp", "both"),
+        default="auto",
+        help="auto: both, where the checkpoint has an MTP layer",
+    )
+    parser.add_argument("--speculative-tokens", type=positive, default=3, metavar="N")
+    parser.add_argument(
+        "--synthetic-acceptance", type=float, metavar="L", help="tokens a verified draft yields, made up"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    for arms in ("server", "plugin", "stock"):
+        which = {"server": "all arms", "plugin": "native and csf", "stock": "stock"}[arms]
+        parser.add_argument(
+            f"--{arms}-args", type=shlex.split, default=[], metavar="FLAGS", help=f"for vllm serve, {which}"
+        )
+    parser.add_argument("--start-seconds", type=float, default=900.0, help="a start may take (default: 900)")
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    from ..bench import machine, serve_report, serving, subjects
+    from ..bench.server import has_cuda
+
+    config = subjects.read_config(arguments.checkpoint)
+    kinds = {"auto": ["off", "mtp"] if subjects.has_mtp(config) else ["off"], "both": ["off", "mtp"]}
+    flags = subjects.Flags(arguments.server_args, arguments.plugin_args, arguments.stock_args)
+    found, skipped = subjects.subjects(
+        arguments.arms, arguments.checkpoint, arguments.stock, flags, cpu=not has_cuda()
+    )
+    given = arguments.load or [loads(text) for text in LOADS]
+    wanted = serving.Wanted(
+        checkpoint=arguments.checkpoint,
+        subjects=found,
+        loads=[serving.Load(*load) for group in given for load in group],
+        speculations=kinds.get(arguments.speculation, [arguments.speculation]),
+        speculative_tokens=arguments.speculative_tokens,
+        synthetic_acceptance=arguments.synthetic_acceptance,
+        rounds=arguments.rounds,
+        repeats=arguments.repeats,
+        waves=arguments.waves,
+        temperature=arguments.temperature,
+        together=arguments.together,
+        start_seconds=arguments.start_seconds,
+        commit=machine.commit(arguments.commit),
+        skipped=skipped,
+    )
+    about = {"sha256": subjects.fingerprint(arguments.checkpoint)}
+    record: dict[str, Any] = {}
+    try:
+        serving.run(wanted, record, arguments.out, lambda text: print(text, flush=True), about)
+    finally:
+        if record.get("windows"):
+            print(serve_report.text(record))
+            if arguments.out:
+                arguments.out.with_suffix(".html").write_text(serve_report.html(record))
+    return 1 if record["failures"] else 0
 
 
 # ---- records ---------------------------------------------------------------------------------------

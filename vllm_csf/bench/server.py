@@ -38,9 +38,8 @@ def vllm_command() -> list[str]:
     """The `vllm` command of this environment."""
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
-    if found is None:
-        raise ServerError("there is no `vllm` command in this environment")
-    return [found]
+    # A folder on PYTHONPATH has the package and no command.
+    return [found] if found else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def cpu_environment(ranks: int) -> dict[str, str]:
@@ -82,6 +81,7 @@ class Server:
         self._environment = environment or {}
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._launched = 0.0
         self.url = ""
 
     def __enter__(self) -> Server:
@@ -95,6 +95,11 @@ class Server:
 
     def start(self) -> None:
         """Returns when the server answers; raises ServerError, with the end of its log, when it will not."""
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        """Starts the processes; `wait` returns when the server answers, and is to be called soon."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [*vllm_command(), "serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
@@ -110,15 +115,26 @@ class Server:
                 env=environment | self._environment,
                 start_new_session=True,
             )
+        self._launched = time.monotonic()
+
+    def wait(self) -> float:
+        """Seconds from the launch until the server answered. Raises ServerError if it does not."""
         try:
             self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
+        return time.monotonic() - self._launched
+
+    def peak_host_bytes(self) -> int:
+        """The largest resident size of each of the server's processes so far, summed (Linux; 0 elsewhere)."""
+        if self._process is None:
+            return 0
+        return sum(_peak_bytes(pid) for pid in _members(self._process.pid))
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + self._start_seconds
+        deadline = self._launched + self._start_seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"vllm serve ended with {self._process.returncode}:\n{self.log_tail()}")
@@ -151,19 +167,23 @@ class Server:
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST with a JSON body; returns the JSON of the answer (None where there is none)."""
+        text = self.text(path, body)
+        return json.loads(text) if text else None
+
+    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """As `request`, whatever the answer is."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
-                text = answer.read()
+                return answer.read().decode()
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")
             raise ServerError(f"{path}: HTTP {error.code}: {detail}\n{self.log_tail()}") from error
         except (urllib.error.URLError, OSError) as error:
             raise ServerError(f"{path}: {error}\n{self.log_tail()}") from error
-        return json.loads(text) if text else None
 
     def complete(self, prompt: str | list[int], tokens: int = 16, **options: Any) -> dict[str, Any]:
         """One greedy completion; the first choice of the answer."""
@@ -180,6 +200,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _members(group: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(entry.name)) == group:
+                found.append(int(entry.name))
+    return found
+
+
+def _peak_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0
 
 
 def _signal_group(leader: int, how: signal.Signals) -> None:
