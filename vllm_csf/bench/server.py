@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 START_SECONDS = 300.0
+ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception)\b: ")
 REQUEST_SECONDS = 120.0
 # A CPU server that pins threads of two ranks needs to be told which cores are whose.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager")
@@ -163,7 +165,11 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def log_tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log_text().splitlines()[-lines:])
+        """The last lines of its log, and before them its first error, which may stand far above."""
+        found = self.log_text().splitlines()
+        first = next((n for n, line in enumerate(found) if ERROR.search(line)), len(found))
+        cause = ["first error: " + found[first].strip()] if first < len(found) - lines else []
+        return "\n".join([*cause, *found[-lines:]])
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST with a JSON body; returns the JSON of the answer (None where there is none)."""

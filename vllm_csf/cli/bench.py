@@ -12,6 +12,7 @@ from .arguments import positive
 
 if TYPE_CHECKING:
     from ..bench.geometries import LayerGeometry
+    from ..bench.subjects import Subject
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, help_, declare, run_ in (
         ("kernels", "time one expert layer: compressed, native, vLLM's own", _kernels, run_kernels),
         ("serve", "serve a checkpoint in three arms, drive the servers, compare them", _serve, run_serve),
+        ("quality", "ask all arms the same and compare every log probability", _quality, run_quality),
+        ("compare", "what changed from one record of serving to another", _compare, run_compare),
         ("table", "print a record of the kernels as Markdown, and draw it", _table, run_table),
     ):
         command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
@@ -154,6 +157,22 @@ def _arms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", help="for the record, where no git tells")
 
 
+def _more_flags(parser: argparse.ArgumentParser, of: str) -> None:
+    for arms, which in (("server", "all arms"), ("plugin", "native and csf"), ("stock", "stock")):
+        parser.add_argument(
+            f"--{arms}-args", type=shlex.split, default=[], metavar="FLAGS", help=f"for {of}, {which}"
+        )
+
+
+def _subjects(arguments: argparse.Namespace) -> tuple[list[Subject], dict[str, str]]:
+    from ..bench import subjects
+    from ..bench.server import has_cuda
+
+    flags = subjects.Flags(arguments.server_args, arguments.plugin_args, arguments.stock_args)
+    cpu = not has_cuda()
+    return subjects.subjects(arguments.arms, arguments.checkpoint, arguments.stock, flags, cpu)
+
+
 def _serve(parser: argparse.ArgumentParser) -> None:
     _arms(parser)
     parser.add_argument(
@@ -184,24 +203,21 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--synthetic-acceptance", type=float, metavar="L", help="tokens a verified draft yields, made up"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    for arms in ("server", "plugin", "stock"):
-        which = {"server": "all arms", "plugin": "native and csf", "stock": "stock"}[arms]
-        parser.add_argument(
-            f"--{arms}-args", type=shlex.split, default=[], metavar="FLAGS", help=f"for vllm serve, {which}"
-        )
+    _more_flags(parser, "vllm serve")
     parser.add_argument("--start-seconds", type=float, default=900.0, help="a start may take (default: 900)")
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    from ..bench import machine, serve_report, serving, subjects
+    from ..bench import machine, records, serve_report, serving, subjects
     from ..bench.server import has_cuda
 
     config = subjects.read_config(arguments.checkpoint)
+    if arguments.synthetic_acceptance is not None and not has_cuda():
+        raise records.BenchError(
+            "--synthetic-acceptance needs a CUDA device: vLLM's CPU build ignores it or dies"
+        )
     kinds = {"auto": ["off", "mtp"] if subjects.has_mtp(config) else ["off"], "both": ["off", "mtp"]}
-    flags = subjects.Flags(arguments.server_args, arguments.plugin_args, arguments.stock_args)
-    found, skipped = subjects.subjects(
-        arguments.arms, arguments.checkpoint, arguments.stock, flags, cpu=not has_cuda()
-    )
+    found, skipped = _subjects(arguments)
     given = arguments.load or [loads(text) for text in LOADS]
     wanted = serving.Wanted(
         checkpoint=arguments.checkpoint,
@@ -231,6 +247,57 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 1 if record["failures"] else 0
 
 
+# ---- quality ---------------------------------------------------------------------------------------
+
+
+def _quality(parser: argparse.ArgumentParser) -> None:
+    _arms(parser)
+    parser.add_argument(
+        "--text", type=Path, help="file whose perplexity is measured (default: made-up tokens)"
+    )
+    parser.add_argument("--prompts", type=positive, default=16, metavar="N", help="to answer (default: 16)")
+    parser.add_argument("--prompt-tokens", type=positive, default=48, metavar="N", help="default: 48")
+    parser.add_argument("--tokens", type=positive, default=32, metavar="N", help="of an answer (default: 32)")
+    parser.add_argument(
+        "--context", type=positive, default=256, metavar="N", help="tokens of a piece of text (default: 256)"
+    )
+    parser.add_argument("--pieces", type=positive, default=32, metavar="N", help="at most (default: 32)")
+    parser.add_argument("--top", type=positive, default=20, metavar="K", help="log probabilities at a place")
+    parser.add_argument("--seed", type=int, default=0)
+    _more_flags(parser, "the engine")
+
+
+def run_quality(arguments: argparse.Namespace) -> int:
+    from ..bench import machine, quality, subjects, texts
+
+    found, skipped = _subjects(arguments)
+    prompts, scored = texts.choose(
+        arguments.checkpoint,
+        arguments.text,
+        prompts=arguments.prompts,
+        prompt_tokens=arguments.prompt_tokens,
+        context=arguments.context,
+        pieces=arguments.pieces,
+        seed=arguments.seed,
+    )
+    wanted = quality.Wanted(
+        checkpoint=arguments.checkpoint,
+        subjects=found,
+        prompts=prompts,
+        scored=scored,
+        tokens=arguments.tokens,
+        top=arguments.top,
+        text=arguments.text.name if arguments.text else None,
+        commit=machine.commit(arguments.commit),
+        skipped=skipped,
+    )
+    about = {"sha256": subjects.fingerprint(arguments.checkpoint)}
+    record = quality.run(wanted, arguments.out, lambda text: print(text, flush=True), about)
+    print(quality.text(record))
+    differ = any(row["b"] == "native" and not row["identical"] for row in record["agreement"])
+    return 1 if record["failures"] or differ else 0
+
+
 # ---- records ---------------------------------------------------------------------------------------
 
 
@@ -246,4 +313,17 @@ def run_table(arguments: argparse.Namespace) -> int:
     print(kernel_tables.markdown(record))
     figure = arguments.figure or arguments.record.with_suffix(".svg")
     figure.write_text(kernel_tables.figure(record))
+    return 0
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help="record of bench serve")
+    parser.add_argument("after", type=Path, help="another one")
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    from ..bench import records, serve_report
+
+    before, after = (records.read(path, "serve") for path in (arguments.before, arguments.after))
+    print(serve_report.comparison(before, after))
     return 0

@@ -1,0 +1,372 @@
+"""Measures real servers: starts them, drives them with vLLM's own client, keeps a record of every window.
+
+    for each round, for each arm: start, warm up, measure every load, stop          (one by one)
+    start all arms; for each round, for each load: measure every arm in turn; stop  (together)
+
+The arm that begins changes from round to round. `vllm-csf bench serve` runs this. The record, written anew
+after every window:
+
+    {"machine": {...}, "commit": ..., "checkpoint": {...}, "settings": {...}, "skipped": {arm: reason},
+     "failures": [...], "starts": [...], "windows": [...]}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import machine, observe, records
+from .client import Client
+from .records import BenchError
+from .server import Server, ServerError, has_cuda
+from .subjects import Subject
+
+OFF, MTP = "off", "mtp"
+WARM_OUTPUT = 8
+WARM_TOKENS = 1 << 16  # prompts of a warm-up, all together, beyond the first
+SETTLE_SECONDS = 0.3  # until the server's counters have seen its last step
+ROOM = 16  # tokens of a sequence beside prompt and output, for drafts
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompt and output tokens of a request, and how many requests run at a time."""
+
+    prompt: int
+    output: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure.
+
+    speculations: some of `OFF` and `MTP`; synthetic_acceptance: tokens a verified draft yields, made up;
+    rounds: how often each arm has its turn; repeats: windows of a load in a turn; waves: requests of a
+    window for each that runs at a time; together: all arms' servers run side by side.
+    """
+
+    checkpoint: str
+    subjects: Sequence[Subject]
+    loads: Sequence[Load]
+    speculations: Sequence[str] = (OFF,)
+    speculative_tokens: int = 3
+    synthetic_acceptance: float | None = None
+    rounds: int = 3
+    repeats: int = 1
+    waves: int = 4
+    temperature: float = 0.0
+    together: bool = False
+    start_seconds: float = 900.0
+    commit: str = "unknown"
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def run(
+    wanted: Wanted,
+    record: dict[str, Any],
+    out: Path | None,
+    say: Callable[[str], None],
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Fills the record, and keeps it in `out`, logs beside it. about: of the checkpoint. What fails is in its failures.
+
+    Raises KeyboardInterrupt when interrupted, after the servers have stopped and the record is written.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-csf-bench-") as folder, _terminable():
+        logs = out.with_name(out.stem + "-logs") if out else Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        session = _Session(wanted, record, out, say, logs)
+        session.begin(about or {})
+        try:
+            session.measure()
+        finally:
+            session.keep()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A polite kill unwinds as ctrl-C does, so that servers are stopped."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class _Running:
+    subject: Subject
+    speculation: str
+    server: Server
+    warmed: set[Load] = field(default_factory=set)
+
+
+class _Session:
+    def __init__(
+        self,
+        wanted: Wanted,
+        record: dict[str, Any],
+        out: Path | None,
+        say: Callable[[str], None],
+        folder: Path,
+    ) -> None:
+        self.wanted, self.record, self.out, self.say, self.folder = wanted, record, out, say, folder
+        self._numbers = itertools.count()
+        self._lost: set[tuple[str, str]] = set()
+        self._cpu = not has_cuda()
+
+    def begin(self, about: dict[str, Any]) -> None:
+        w = self.wanted
+        shown = asdict(w)
+        settings = {k: shown[k] for k in shown if k not in ("subjects", "commit", "skipped", "checkpoint")}
+        settings["arms"] = {s.name: {"model": Path(s.model).name, "flags": s.flags} for s in w.subjects}
+        self.record |= {
+            "machine": machine.describe(),
+            "commit": w.commit,
+            "checkpoint": {"name": Path(w.checkpoint).name, **about},
+            "settings": settings,
+            "skipped": w.skipped,
+            "failures": [],
+            "starts": [],
+            "windows": [],
+        }
+        for name, reason in w.skipped.items():
+            self.say(f"no {name} arm: {reason}")
+
+    def keep(self) -> None:
+        if self.out is not None:
+            records.write(self.record, self.out)
+
+    def measure(self) -> None:
+        environment = {"HF_HUB_OFFLINE": "1"} if Path(self.wanted.checkpoint).is_dir() else {}
+        with Client(self.folder / "client.log", environment) as self._client:
+            if self.wanted.together:
+                for speculation in self.wanted.speculations:
+                    self._together(speculation)
+                return
+            for number in range(self.wanted.rounds):
+                for speculation in self.wanted.speculations:
+                    for subject in _turn(self.wanted.subjects, number):
+                        self._alone(number, speculation, subject)
+
+    # ---- orders ----------------------------------------------------------------------------------
+
+    def _alone(self, number: int, speculation: str, subject: Subject) -> None:
+        if (subject.name, speculation) in self._lost:
+            return
+        with contextlib.ExitStack() as stack:
+            running = self._start(stack, number, speculation, [subject])
+            for load in self.wanted.loads:
+                for repeat in range(self.wanted.repeats):
+                    for one in running:
+                        self._window(one, number, repeat, load)
+
+    def _together(self, speculation: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = self._start(stack, 0, speculation, self.wanted.subjects)
+            for number in range(self.wanted.rounds):
+                for load in self.wanted.loads:
+                    for repeat in range(self.wanted.repeats):
+                        for one in _turn(running, number):
+                            self._window(one, number, repeat, load)
+
+    # ---- servers ---------------------------------------------------------------------------------
+
+    def _start(
+        self, stack: contextlib.ExitStack, number: int, speculation: str, subjects: Sequence[Subject]
+    ) -> list[_Running]:
+        """Those that come up. Started at once, so that several take hardly longer than one."""
+        before = _settled_mib()
+        launched = []
+        for subject in subjects:
+            server = self._server(subject, speculation)
+            stack.callback(server.stop)
+            server.launch()
+            launched.append(_Running(subject, speculation, server))
+        found = []
+        for one in launched:
+            where = {"round": number, "speculation": speculation, "arm": one.subject.name}
+            try:
+                seconds = one.server.wait()
+            except ServerError as error:
+                self._failed(one, error, **where)
+                continue
+            self.record["starts"].append(where | self._facts(one.server, seconds))
+            self.say(f"{one.subject.name}, speculation {speculation}: ready after {seconds:.0f} s")
+            found.append(one)
+        after = machine.used_mib()
+        if len(subjects) == 1 and found and before is not None and after is not None:
+            self.record["starts"][-1]["device_mib"] = after - before
+        self.keep()
+        return found
+
+    def _server(self, subject: Subject, speculation: str) -> Server:
+        w, flags = self.wanted, list(subject.flags)
+        longest = max(load.prompt + load.output for load in w.loads) + ROOM
+        most = max(load.concurrency for load in w.loads)
+        for flag, value in (("--max-model-len", longest), ("--max-num-seqs", most)):
+            if not any(f.partition("=")[0] == flag for f in flags):
+                flags += [flag, str(value)]
+        if not any("enable-prefix-caching" in f for f in flags):
+            flags.append("--no-enable-prefix-caching")
+        if speculation == MTP:
+            flags += ["--speculative-config", json.dumps(speculative_config(w))]
+        log = self.folder / f"{next(self._numbers)}-{subject.name}-{speculation}.log"
+        environment = dict(subject.environment)
+        if Path(subject.model).is_dir():
+            environment["HF_HUB_OFFLINE"] = "1"
+        return Server(
+            subject.model,
+            flags,
+            log=log,
+            cpu=self._cpu,
+            environment=environment,
+            start_seconds=w.start_seconds,
+        )
+
+    def _facts(self, server: Server, seconds: float) -> dict[str, Any]:
+        found = {"start_seconds": round(seconds, 1), **observe.facts(server.log_text())}
+        found.setdefault("kv_tokens", observe.kv_tokens(server.text("/metrics")))
+        found["host_peak_mib"] = server.peak_host_bytes() >> 20
+        return found
+
+    def _failed(self, one: _Running, error: Exception, **where: Any) -> None:
+        """The arm is left out from now on."""
+        self._lost.add((one.subject.name, one.speculation))
+        one.server.stop()
+        self.record["failures"].append(where | {"error": str(error)[-4000:]})
+        self.say(f"{one.subject.name}, speculation {one.speculation}: failed: {error}")
+        self.keep()
+
+    # ---- windows ---------------------------------------------------------------------------------
+
+    def _window(self, one: _Running, number: int, repeat: int, load: Load) -> None:
+        if (one.subject.name, one.speculation) in self._lost:
+            return
+        where = {
+            "round": number,
+            "repeat": repeat,
+            "speculation": one.speculation,
+            "arm": one.subject.name,
+            **asdict(load),
+        }
+        seed = 1 + number * self.wanted.repeats + repeat
+        try:
+            if load not in one.warmed:
+                requests = min(load.concurrency, 1 + WARM_TOKENS // load.prompt)
+                self._drive(one, load, requests, min(WARM_OUTPUT, load.output), seed=0)
+                one.warmed.add(load)
+            row = where | self._measured(one, load, seed)
+        except (BenchError, ServerError) as error:
+            # A ServerError has the end of the log already.
+            tail = "" if isinstance(error, ServerError) else "\n" + one.server.log_tail()
+            self._failed(one, BenchError(f"{error}{tail}"), **where)
+            return
+        self.record["windows"].append(row)
+        self.say(_line(row))
+        self.keep()
+
+    def _measured(self, one: _Running, load: Load, seed: int) -> dict[str, Any]:
+        before = observe.Counters.of(one.server.text("/metrics"))
+        requests = self.wanted.waves * load.concurrency
+        with machine.Watch() as watch:
+            result = self._drive(one, load, requests, load.output, seed)
+        time.sleep(SETTLE_SECONDS)
+        spent = observe.Counters.of(one.server.text("/metrics")).since(before)
+        if result["completed"] != requests:
+            raise BenchError(f"{result['completed']} of {requests} requests were answered")
+        return {"requests": requests, **figures(result, spent), **watch.medians}
+
+    def _drive(self, one: _Running, load: Load, requests: int, output: int, seed: int) -> dict[str, Any]:
+        arguments = {
+            "--backend": "openai",
+            "--base-url": one.server.url,
+            "--model": one.subject.model,
+            "--tokenizer": one.subject.model,
+            "--dataset-name": "random",
+            "--random-input-len": load.prompt,
+            "--random-output-len": output,
+            "--num-prompts": requests,
+            "--max-concurrency": load.concurrency,
+            "--temperature": self.wanted.temperature,
+            "--seed": seed,
+            "--percentile-metrics": "ttft,tpot,itl",
+            "--metric-percentiles": "99",
+            "--ready-check-timeout-sec": 0,
+        }
+        flags = [text for pair in arguments.items() for text in map(str, pair)]
+        result = self.folder / f"window-{next(self._numbers)}.json"
+        return self._client.run([*flags, "--ignore-eos", "--disable-tqdm"], result)
+
+
+def speculative_config(wanted: Wanted) -> dict[str, Any]:
+    """Of the checkpoint's own MTP layer, with the acceptance made up where that is asked for."""
+    found: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": wanted.speculative_tokens}
+    if wanted.synthetic_acceptance is not None:
+        found["rejection_sample_method"] = "synthetic"
+        found["synthetic_acceptance_length"] = wanted.synthetic_acceptance
+    return found
+
+
+def figures(result: dict[str, Any], spent: observe.Counters) -> dict[str, Any]:
+    """Of a window: what vLLM's client saw, and what the server counted meanwhile."""
+    seconds = result["duration"]
+    acceptance = spent.acceptance_length
+    return {
+        "seconds": round(seconds, 3),
+        "output_tokens": result["total_output_tokens"],
+        "output_tok_s": round(result["output_throughput"], 2),
+        "steps_s": round(spent.steps / seconds, 2),
+        "acceptance": None if acceptance is None else round(acceptance, 3),
+        **{
+            f"{kind}_{of}_ms": round(result[f"{kind}_{of}_ms"], 3)
+            for of in ("ttft", "tpot", "itl")
+            for kind in ("mean", "median", "p99")
+            if f"{kind}_{of}_ms" in result
+        },
+    }
+
+
+def _settled_mib() -> int | None:
+    """Device memory in use, once what a stopped server held is given back."""
+    last = machine.used_mib()
+    for _ in range(10):
+        if not last:
+            break
+        time.sleep(0.5)
+        now = machine.used_mib()
+        if now == last:
+            break
+        last = now
+    return last
+
+
+def _turn(items: Sequence[Any], number: int) -> list[Any]:
+    first = number % len(items) if items else 0
+    return [*items[first:], *items[:first]]
+
+
+def _line(row: dict[str, Any]) -> str:
+    accepted = "" if row["acceptance"] is None else f", {row['acceptance']:.2f} tokens a step accepted"
+    return (
+        f"round {row['round']}, {row['arm']}, speculation {row['speculation']}, {row['prompt']} + "
+        f"{row['output']} tokens x {row['concurrency']}: {row['output_tok_s']:.1f} tok/s, "
+        f"{row['steps_s']:.1f} steps/s{accepted}"
+    )
