@@ -1,12 +1,14 @@
 """Serves a compressed checkpoint in this process and measures it against an independent model.
 
     python examples/serve_check.py COMPRESSED DEQUANTIZED --record record.json [--sleep] [--mtp 1]
+    python examples/serve_check.py DEQUANTIZED --recheck record.json
 
 COMPRESSED is what vLLM serves with the plugin: on CUDA in bfloat16 with CUDA graphs, on the CPU in
 float32. DEQUANTIZED holds the same weights without quantization; Hugging Face transformers computes
-its logits on the CPU in float32, for the very tokens that vLLM chose. Every token has to be the one
-that the reference prefers, unless the reference is undecided within the tolerance of the data type,
-and every log probability has to agree within that tolerance. Exit status 1 where one does not.
+its logits on the CPU in float32, for the very tokens that vLLM chose. Tokens and log probabilities have to
+agree up to rounding, whose bounds `routed_reference.py` derives, and `agreement.py` says when. Exit status 1
+where they do not. The record holds what the server answered: --recheck compares that once more, without
+vLLM or a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agreement import EXPLAINED_SHARE, LEAST_TOLERANCE, Answer, Comparison, compare
+from routed_reference import SIGMAS, Reference
+
 PROMPTS = (
     [5, 17, 33, 99],
     [7, 201, 120, 64, 64, 64, 12, 31, 250, 3, 90],
@@ -30,22 +35,6 @@ PROMPTS = (
     [42],
     [250 - i % 97 for i in range(150)],
 )
-# Largest difference of a log probability. bfloat16 activations carry 8 bits through every layer.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-
-
-@dataclass
-class Comparison:
-    """Of one run's tokens with the reference."""
-
-    tokens: int = 0
-    equal: int = 0
-    undecided: int = 0
-    wrong: int = 0
-    largest_logprob_difference: float = 0.0
-
-    def ok(self, tolerance: float) -> bool:
-        return not self.wrong and self.largest_logprob_difference <= tolerance
 
 
 @dataclass
@@ -58,9 +47,54 @@ class Record:
     capture_sizes: list[int] = field(default_factory=list)
     start_seconds: float = 0.0
     plugin_lines: list[str] = field(default_factory=list)
-    tolerance: float = 0.0
+    rule: dict[str, float] = field(default_factory=dict)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
     ok: bool = False
+
+    def judge(self, reference: Reference) -> None:
+        """Compares the answers of every run; equal runs once."""
+        self.rule = {
+            "sigmas": SIGMAS,
+            "least_tolerance": LEAST_TOLERANCE[self.dtype],
+            "explained_share": EXPLAINED_SHARE,
+        }
+        done: dict[str, Comparison] = {}
+        for name, answers in self.answers.items():
+            key = json.dumps([asdict(answer) for answer in answers])
+            if key not in done:
+                done[key] = compare(reference, answers)
+            self.runs[name] = {"ok": done[key].ok, **asdict(done[key])}
+        self.ok = bool(self.plugin_lines and self.runs) and all(run["ok"] for run in self.runs.values())
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Raises KeyError or TypeError for something that is no record."""
+        fields = json.loads(path.read_text())
+        answers = {
+            name: [Answer(**answer) for answer in answers] for name, answers in fields["answers"].items()
+        }
+        return cls(**(fields | {"answers": answers, "runs": {}, "ok": False}))
+
+    def write(self, path: Path | None) -> None:
+        """Prints all but the answers, which are many numbers."""
+        fields = asdict(self)
+        print(json.dumps({name: value for name, value in fields.items() if name != "answers"}, indent=1))
+        if path is not None:
+            path.write_text(_compact(fields) + "\n")
+
+
+def _compact(fields: dict[str, Any]) -> str:
+    """JSON with an answer on a line."""
+    kept: dict[str, list[str]] = {}
+    lines: dict[str, str] = {}
+    for run, answers in fields["answers"].items():
+        kept[run] = [f"@{run}@{number}@" for number in range(len(answers))]
+        lines |= {f'"@{run}@{number}@"': json.dumps(answer) for number, answer in enumerate(answers)}
+    text = json.dumps(fields | {"answers": kept}, indent=1)
+    for mark, line in lines.items():
+        text = text.replace(mark, line)
+    return text
 
 
 class PluginLines(logging.Filter):
@@ -100,17 +134,17 @@ def start(arguments: argparse.Namespace, record: Record) -> Any:
         "python": platform.python_version(),
     }
     record.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
-    record.tolerance = TOLERANCE[record.dtype]
     options: dict[str, Any] = {"enforce_eager": not cuda, "enable_sleep_mode": cuda and arguments.sleep}
     if cuda:
-        options["gpu_memory_utilization"] = 0.5
+        # A fixed size, so that nothing else on the device changes what is measured.
+        options |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 30}
     if arguments.execution != "auto":
         options["additional_config"] = {"csf_execution": arguments.execution}
     if arguments.mtp:
         options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": arguments.mtp}
     began = time.perf_counter()
     llm = vllm.LLM(
-        str(arguments.compressed),
+        str(arguments.models[0]),
         quantization="csf_nvfp4",
         load_format=arguments.load_format,
         dtype=record.dtype,
@@ -131,56 +165,22 @@ def torch_has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def generate(llm: Any, tokens: int) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log probabilities, a pair for each prompt."""
+def generate(llm: Any, tokens: int) -> list[Answer]:
+    """Greedy ones."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=tokens, temperature=0, logprobs=1, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
-    pairs = []
-    for output in outputs:
+    answers = []
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         chosen = output.outputs[0]
         ids = list(chosen.token_ids)
-        pairs.append((ids, [step[token].logprob for step, token in zip(chosen.logprobs, ids, strict=True)]))
-    return pairs
+        logprobs = [step[token].logprob for step, token in zip(chosen.logprobs, ids, strict=True)]
+        answers.append(Answer(list(prompt), ids, logprobs))
+    return answers
 
 
-class Reference:
-    """Log probabilities of the unquantised model, in float32 on the CPU."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def logprobs(self, prompt: list[int], answer: list[int]) -> Any:
-        """[answer tokens, vocabulary], each row given all that stands before its token."""
-        torch = self._torch
-        with torch.no_grad():
-            logits = self._model(torch.tensor([prompt + answer])).logits[0]
-        return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
-
-
-def compare(reference: Reference, run: list[tuple[list[int], list[float]]], tolerance: float) -> Comparison:
-    result = Comparison()
-    for prompt, (answer, found) in zip(PROMPTS, run, strict=True):
-        for row, token, logprob in zip(reference.logprobs(prompt, answer), answer, found, strict=True):
-            best = float(row.max())
-            result.tokens += 1
-            if float(row[token]) == best:
-                result.equal += 1
-            elif best - float(row[token]) <= tolerance:
-                result.undecided += 1
-            else:
-                result.wrong += 1
-            difference = abs(float(row[token]) - logprob)
-            result.largest_logprob_difference = max(result.largest_logprob_difference, difference)
-    return result
-
-
-def check_sleep(llm: Any, tokens: int) -> dict[str, list[tuple[list[int], list[float]]]]:
+def check_sleep(llm: Any, tokens: int) -> dict[str, list[Answer]]:
     """Answers after sleeping at level 1, and at level 2 with the weights loaded anew."""
     runs = {}
     llm.sleep(level=1)
@@ -194,39 +194,46 @@ def check_sleep(llm: Any, tokens: int) -> dict[str, list[tuple[list[int], list[f
     return runs
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("compressed", type=Path)
-    parser.add_argument("dequantized", type=Path)
-    parser.add_argument("--record", type=Path, help="write what was found as JSON")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument(
-        "--mtp", type=int, default=0, help="speculative tokens from the checkpoint's MTP layer"
-    )
-    parser.add_argument("--load-format", default="auto", choices=["auto", "csf"])
-    parser.add_argument("--execution", default="auto", choices=["auto", "cute", "reference"])
-    parser.add_argument("--dtype", choices=sorted(TOLERANCE))
-    parser.add_argument("--sleep", action="store_true", help="also sleep and wake at both levels (CUDA)")
-    arguments = parser.parse_args()
+def serve(arguments: argparse.Namespace) -> Record:
     prepare_environment()
-    record, lines = Record(model=arguments.compressed.name), PluginLines()
+    record, lines = Record(model=arguments.models[0].name), PluginLines()
     logging.getLogger("vllm.csf").addFilter(lines)
     llm = start(arguments, record)
     runs = {"first": generate(llm, arguments.tokens), "again": generate(llm, arguments.tokens)}
     runs["after reload"] = (llm.collective_rpc("reload_weights"), generate(llm, arguments.tokens))[1]
     if arguments.sleep and torch_has_cuda():
         runs |= check_sleep(llm, arguments.tokens)
-    reference = Reference(arguments.dequantized)
-    compared = {name: compare(reference, run, record.tolerance) for name, run in runs.items()}
-    record.runs = {name: asdict(comparison) for name, comparison in compared.items()}
-    record.plugin_lines = lines.lines
-    record.ok = bool(lines.lines) and all(c.ok(record.tolerance) for c in compared.values())
-    text = json.dumps(asdict(record), indent=1)
-    print(text)
-    if arguments.record:
-        arguments.record.write_text(text + "\n")
+    record.answers, record.plugin_lines = runs, lines.lines
+    return record
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", type=Path, nargs="+", metavar="CHECKPOINT", help="see above")
+    parser.add_argument("--record", type=Path, help="write what was found as JSON")
+    parser.add_argument("--recheck", type=Path, metavar="RECORD", help="compare its answers, serve nothing")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument(
+        "--mtp", type=int, default=0, help="speculative tokens from the checkpoint's MTP layer"
+    )
+    parser.add_argument("--load-format", default="auto", choices=["auto", "csf"])
+    parser.add_argument("--execution", default="auto", choices=["auto", "cute", "reference"])
+    parser.add_argument("--dtype", choices=sorted(LEAST_TOLERANCE))
+    parser.add_argument("--sleep", action="store_true", help="also sleep and wake at both levels (CUDA)")
+    arguments = parser.parse_args(words)
+    wanted = 1 if arguments.recheck else 2
+    if len(arguments.models) != wanted:
+        parser.error(f"{len(arguments.models)} checkpoints, expected {wanted}")
+    return arguments
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse(words)
+    record = Record.read(arguments.recheck) if arguments.recheck else serve(arguments)
+    record.judge(Reference(arguments.models[-1], record.dtype))
+    record.write(arguments.record)
     return 0 if record.ok else 1
 
 
