@@ -46,6 +46,7 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 32
     vocabulary: int = 300
+    positions: int = 512
 
     def check(self) -> None:
         """Raises ValueError for sizes that no layout, or no tokenizer, can hold."""
@@ -70,12 +71,14 @@ def make_example(
     layout: str = "modelopt",
     seed: int = 0,
     unequal_gate_up: bool = False,
+    weights: bool = True,
     **sizes: int,
 ) -> Path:
     """Writes a checkpoint into `folder` (made, must be empty) and returns it.
 
-    The weights depend on family, seed and sizes (fields of `Sizes`) alone, not on the layout. Raises
-    ValueError for an unknown family, layout or size, CheckpointError where the folder is not empty.
+    The weights depend on family, seed and sizes (fields of `Sizes`) alone, not on the layout. Without weights
+    it is configuration and tokenizer, all that a server needs with `--load-format dummy`. Raises ValueError
+    for an unknown family, layout or size, CheckpointError where the folder is not empty.
     """
     folder = Path(folder)
     if family not in FAMILIES or layout not in LAYOUTS:
@@ -83,20 +86,32 @@ def make_example(
     unknown = set(sizes) - set(asdict(Sizes()))
     if unknown:
         raise ValueError(f"sizes {sorted(unknown)} are unknown, expected {sorted(asdict(Sizes()))}")
+    if layout == "container" and not weights:
+        raise ValueError("layout is 'container' and weights False; without weights it holds nothing")
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty, expected a new folder")
     size = Sizes(**sizes)
     size.check()
-    weights = _Weights(family, size, seed, unequal_gate_up)
-    tensors = weights.others() | _experts(weights, layout)
     metadata = folder / "metadata" if layout == "container" else folder
     metadata.mkdir(parents=True, exist_ok=True)
-    if layout == "container":
-        _write_container(folder, tensors, family)
-    else:
-        _write_shards(folder, tensors)
-    example_config.write_metadata(metadata, family, layout, size, weights.expert_modules())
+    if weights:
+        drawn = _Weights(family, size, seed, unequal_gate_up)
+        tensors = drawn.others() | _experts(drawn, layout)
+        if layout == "container":
+            _write_container(folder, tensors, family)
+        else:
+            _write_shards(folder, tensors)
+    example_config.write_metadata(metadata, family, layout, size, _expert_modules(family, size))
     return folder
+
+
+def _expert_modules(family: str, size: Sizes) -> list[str]:
+    return [f"model.layers.{n}.mlp.experts" for n in range(size.layers + _drafting(family))]
+
+
+def _drafting(family: str) -> int:
+    """Layers that draft."""
+    return int(family == "glm4-moe")
 
 
 class _Weights:
@@ -119,10 +134,10 @@ class _Weights:
 
     @property
     def _mtp(self) -> int:
-        return int(self.family == "glm4-moe")
+        return _drafting(self.family)
 
     def expert_modules(self) -> list[str]:
-        return [f"model.layers.{n}.mlp.experts" for n in range(self.size.layers + self._mtp)]
+        return _expert_modules(self.family, self.size)
 
     def others(self) -> Tensors:
         return dict(self._others)

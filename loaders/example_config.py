@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +41,7 @@ def write_metadata(folder: Path, family: str, layout: str, size: Sizes, modules:
             "unk_token": SPECIALS[0],
             "bos_token": SPECIALS[1],
             "eos_token": SPECIALS[2],
-            "model_max_length": 512,
+            "model_max_length": size.positions,
             "chat_template": CHAT_TEMPLATE,
         },
     )
@@ -58,7 +61,7 @@ def model_config(family: str, size: Sizes, dtype: str) -> dict[str, Any]:
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.kv_heads,
         "head_dim": size.head_dim,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": size.positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "norm_topk_prob": True,
@@ -123,9 +126,16 @@ def quantization_config(layout: str, modules: list[str]) -> dict[str, Any] | Non
 
 
 def tokenizer(vocabulary: int) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE without merges: special tokens, 256 bytes, then fillers."""
+    """tokenizer.json of a byte-level BPE: special tokens, 256 bytes, then words that begin with a space.
+
+    Of the vocabulary of a large model nearly all tokens are words, so that a random sequence of tokens is
+    itself again once it was text: what benchmarks send has the lengths and the variety that they mean.
+    """
     tokens = [*SPECIALS, *byte_alphabet()]
-    tokens += [f"<{n}>" for n in range(len(tokens), vocabulary)]
+    merges = []
+    for word, letter in itertools.islice(words(), max(0, vocabulary - len(tokens))):
+        merges.append(f"{word} {letter}")
+        tokens.append(word + letter)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
@@ -147,9 +157,18 @@ def tokenizer(vocabulary: int) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: n for n, token in enumerate(tokens)},
-            "merges": [],
+            "merges": merges,
         },
     }
+
+
+def words() -> Iterator[tuple[str, str]]:
+    """Each word as a shorter one, which comes earlier, and a last letter: a merge of BPE. Shortest first."""
+    shorter = ["Ġ"]  # how byte-level BPE writes a space
+    while True:
+        pairs = [(word, letter) for word in shorter for letter in string.ascii_lowercase]
+        yield from pairs
+        shorter = [word + letter for word, letter in pairs]
 
 
 def byte_alphabet() -> list[str]:

@@ -154,3 +154,26 @@ def test_wrong_requests_are_refused(tmp_path):
     (tmp_path / "full" / "file").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
         example.make_example(tmp_path / "full")
+
+
+def test_without_weights_it_has_the_same_configuration(tmp_path):
+    with_, without = (
+        example.make_example(tmp_path / str(weights), "glm4-moe", "csf", weights=weights)
+        for weights in (True, False)
+    )
+    assert not list(without.glob("*.safetensors*"))
+    for path in without.iterdir():
+        assert path.read_text() == (with_ / path.name).read_text()
+    with pytest.raises(ValueError, match="without weights"):
+        example.make_example(tmp_path / "c", layout="container", weights=False)
+
+
+def test_words_survive_being_text(tmp_path):
+    """What benchmarks send is text that was made from random tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = example.make_example(tmp_path / "e", weights=False, vocabulary=2000, positions=9999)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 2000
+    ids = [int(i) for i in torch.randint(259, 2000, (500,), generator=torch.Generator().manual_seed(0))]
+    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 9999

@@ -80,6 +80,8 @@ def facts(log: str) -> dict[str, Any]:
     for name, (pattern, kind) in _LINES.items():
         if match := re.search(pattern, log):
             found[name] = kind(match[1].replace(",", ""))
+    if "weights_seconds" in found:  # of the CPU build, which says nothing of the whole
+        found.setdefault("load_seconds", found["weights_seconds"])
     if backend := re.search(r"Using '(\w+)' NvFp4 MoE backend", log):
         found["backend"] = backend[1]
     if said := re.findall(r"csf_nvfp4: .*", log):

@@ -77,7 +77,7 @@ def run(
     say: Callable[[str], None],
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Fills the record, and keeps it in `out`, logs beside it. about: of the checkpoint. What fails is in its failures.
+    """Fills the record, and keeps it in `out`, logs beside it; failures are in it. about: of the checkpoint.
 
     Raises KeyboardInterrupt when interrupted, after the servers have stopped and the record is written.
     """

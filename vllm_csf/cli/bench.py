@@ -214,7 +214,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     config = subjects.read_config(arguments.checkpoint)
     if arguments.synthetic_acceptance is not None and not has_cuda():
         raise records.BenchError(
-            "--synthetic-acceptance needs a CUDA device: vLLM's CPU build ignores it or dies"
+            "--synthetic-acceptance needs a CUDA device: vLLM's CPU build has no kernel for it"
         )
     kinds = {"auto": ["off", "mtp"] if subjects.has_mtp(config) else ["off"], "both": ["off", "mtp"]}
     found, skipped = _subjects(arguments)

@@ -11,7 +11,10 @@ from .arguments import positive
 # Those of loaders.example, which is too heavy to import for a help text; a test compares them.
 FAMILIES = ("qwen3-moe", "glm4-moe")
 LAYOUTS = ("modelopt", "compressed-tensors", "csf", "container", "dequantized")
-SIZES = ("layers", "hidden", "width", "experts", "topk", "heads", "kv-heads", "head-dim", "vocabulary")
+SIZES = (
+    *("layers", "hidden", "width", "experts", "topk", "heads", "kv-heads", "head-dim"),
+    *("vocabulary", "positions"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--unequal-gate-up", action="store_true", help="gate and up get global scales of their own"
+    )
+    parser.add_argument(
+        "--no-weights", action="store_true", help="only configuration and tokenizer, for --load-format dummy"
     )
     sizes = parser.add_argument_group("sizes", "hidden and width: multiples of 32")
     for name in SIZES:
@@ -45,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.layout,
             arguments.seed,
             arguments.unequal_gate_up,
+            weights=not arguments.no_weights,
             **sizes,
         )
     except CheckpointError:
