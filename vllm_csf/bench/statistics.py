@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
@@ -77,17 +78,14 @@ def _student(values: list[list[float]], paired: bool) -> tuple[float, float]:
 
 
 def _drawn(values: list[list[float]], paired: bool, seed: int) -> tuple[float, float]:
-    draw = random.Random(seed)
-    found = []
-    for _ in range(RESAMPLES):
-        picks = [draw.choices(range(len(v)), k=len(v)) for v in values]
-        if paired:
-            picks[1] = picks[0]
-        above, below = (statistics.median(v[i] for i in pick) for v, pick in zip(values, picks, strict=True))
-        found.append(above / below)
-    found.sort()
-    tail = round((1 - CONFIDENCE) / 2 * RESAMPLES)
-    return found[tail], found[-1 - tail]
+    draw = np.random.default_rng(seed)
+    picks = [draw.integers(len(one), size=(RESAMPLES, len(one))) for one in values]
+    if paired:
+        picks[1] = picks[0]
+    above, below = (np.median(np.asarray(one)[pick], axis=1) for one, pick in zip(values, picks, strict=True))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(above / below, [tail, 100 - tail])
+    return float(low), float(high)
 
 
 def spread(values: Sequence[float]) -> float:
