@@ -1,0 +1,108 @@
+"""Starting and stopping, with a `vllm` command that is made up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_csf.bench import server as module
+from vllm_csf.bench.server import Server, ServerError
+
+ANSWERS = """
+import http.server, json, subprocess, sys, time
+port = int(sys.argv[sys.argv.index("--port") + 1])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path in ("/health", "/metrics") else 404)
+        self.end_headers()
+        if self.path == "/metrics":
+            self.wfile.write(b"a_metric 3")
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+DIES = """
+import sys
+print("ValueError: the cause of it all")
+for n in range(100):
+    print("INFO shutting down", n)
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    def make(body: str, **options) -> Server:
+        script = tmp_path / "vllm.py"
+        script.write_text(textwrap.dedent(body))
+        monkeypatch.setattr(module, "vllm_command", lambda: [sys.executable, str(script)])
+        return Server("model", log=tmp_path / "log", cpu=True, **options)
+
+    return make
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def wait_until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_it_answers_and_takes_its_children_along(serve):
+    with serve(ANSWERS) as server:
+        assert server.text("/metrics") == "a_metric 3"
+        child = int(server.log_text().split("child ")[1].split()[0])
+        assert alive(child)
+        # Two Python processes; one has more than 5 MB.
+        assert server.peak_host_bytes() > 10 << 20
+        with pytest.raises(ServerError, match="HTTP 404"):
+            server.text("/nothing")
+    assert wait_until_dead(child)
+    assert server.peak_host_bytes() == 0
+
+
+def test_an_interrupt_stops_it_too(serve):
+    children = []
+
+    def interrupted() -> None:
+        with serve(ANSWERS) as server:
+            children.append(int(server.log_text().split("child ")[1].split()[0]))
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert wait_until_dead(children[0])
+
+
+def test_a_server_that_dies_shows_its_first_error_and_its_last_lines(serve):
+    with pytest.raises(ServerError) as error, serve(DIES):
+        pass
+    text = str(error.value)
+    assert text.startswith("vllm serve ended with 3:\nfirst error: ValueError: the cause of it all\n")
+    assert text.endswith("INFO shutting down 99")
+    assert "shutting down 3\n" not in text
+
+
+def test_a_server_that_takes_too_long_is_stopped(serve):
+    server = serve("import time; time.sleep(600)", start_seconds=0.5)
+    server.launch()
+    leader = server._process.pid
+    with pytest.raises(ServerError, match="not ready after 0 s"):
+        server.wait()
+    assert wait_until_dead(leader)
