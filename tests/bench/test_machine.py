@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -95,3 +96,17 @@ def test_commit_of_an_installed_package_is_unknown(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_copy_rate_is_that_of_a_gpu():
     assert 100 < machine.copy_rate() < 20_000
+
+
+def test_a_watch_takes_medians_of_what_can_be_read(nvidia_smi):
+    nvidia_smi("import time\nfor x in (3, 1, 2):\n    print(f'{x}, [N/A], 40', flush=True)\ntime.sleep(60)")
+    with machine.Watch() as watch:
+        time.sleep(1.5)
+    assert watch.medians == {"sm_mhz": 2, "temperature_c": 40}
+
+
+def test_a_watch_without_nvidia_smi_sees_nothing(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with machine.Watch() as watch:
+        pass
+    assert watch.medians == {}

@@ -19,36 +19,44 @@ pytestmark = [
 
 def test_serve_measures_with_and_without_mtp(checkpoint, tmp_path, capfd):
     out = tmp_path / "record.json"
-    arguments = ["--arms", "stock,native,csf", "--together", "--rounds", "2", "--waves", "2"]
-    loads = ["--load", "24:12:1", "--load", "24:12:3"]
     models = [str(checkpoint("glm4-moe", "csf")), "--stock", str(checkpoint("glm4-moe", "dequantized"))]
-    flags = ["--speculation", "mtp", "--speculative-tokens", "1", "--out", str(out)]
-    assert cli.main(["bench", "serve", *models, *arguments, *loads, *flags]) == 0
+    short = ["--arms", "stock,csf", "--together", "--rounds", "2", "--waves", "2", "--load", "24:12:1,3"]
+    mtp = ["--speculation", "both", "--speculative-tokens", "1"]
+    assert cli.main(["bench", "serve", *models, *short, *mtp, "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert not record["failures"]
-    assert len(record["windows"]) == 3 * 2 * 2
-    for start in record["starts"]:
-        assert start["kv_tokens"] > 0
-        assert start["host_peak_mib"] > 500
-    said = {start["arm"]: start.get("plugin", []) for start in record["starts"]}
-    assert not said["stock"]
-    assert "execution reference, native scales" in said["native"][0]
-    assert "execution reference" in said["csf"][0]
-    for (_, _, output, concurrency), arms in serve_report.cells(record).items():
-        for rows in arms.values():
-            for row in rows:
-                assert row["output_tokens"] == 2 * concurrency * output
-                # A step yields at most a token and a draft for each sequence, and at least one token.
-                per_step = row["output_tok_s"] / row["steps_s"]
-                assert 1 <= per_step <= 2 * concurrency
-                assert row["acceptance"] > 1  # the example drafts as its first layer does
-        # Greedy and exact: native and compressed scales lead to the same tokens, so to the same drafts.
+    check_starts(record)
+    for (speculation, _, output, concurrency), arms in serve_report.cells(record).items():
+        assert set(arms) == {"stock", "csf"}
+        for row in (*arms["stock"], *arms["csf"]):
+            assert row["output_tokens"] == 2 * concurrency * output
+            check_steps(row, concurrency, drafts=speculation == "mtp")
+        # Greedy and exact: both arms come to the same tokens, and so to the same drafts.
         accepted = {name: [row["acceptance"] for row in rows] for name, rows in arms.items()}
-        assert accepted["csf"] == accepted["native"]
-    assert "csf / native" in capfd.readouterr().out
+        assert accepted["stock"] == accepted["csf"]
+    assert any((row["acceptance"] or 0) > 1 for row in record["windows"])
+    assert "csf / stock" in capfd.readouterr().out
     assert "<svg" in out.with_suffix(".html").read_text()
     assert cli.main(["bench", "compare", str(out), str(out)]) == 0
     assert "1.000" in capfd.readouterr().out
+
+
+def check_starts(record: dict) -> None:
+    assert len(record["starts"]) == 4
+    for start in record["starts"]:
+        assert start["kv_tokens"] > 0
+        assert start["host_peak_mib"] > 500
+        assert start["load_seconds"] > 0
+        # A draft reports its layers itself.
+        lines = 0 if start["arm"] == "stock" else 2 if start["speculation"] == "mtp" else 1
+        assert len(start.get("plugin", [])) == lines
+
+
+def check_steps(row: dict, concurrency: int, drafts: bool) -> None:
+    """A step yields a token of each sequence at most, and a draft where there are drafts."""
+    assert (row["acceptance"] is None) != drafts
+    most = concurrency * (2 if drafts else 1)
+    assert 0.99 <= row["output_tok_s"] / row["steps_s"] <= 1.01 * most
 
 
 def test_quality_finds_csf_and_native_identical_and_stock_close(checkpoint, tmp_path, capfd):
@@ -67,3 +75,16 @@ def test_quality_finds_csf_and_native_identical_and_stock_close(checkpoint, tmp_
     assert 0 < stock["max_logprob_difference"] < 1e-3
     assert stock["max_kl"] < 1e-5
     assert "identical, bit for bit" in capfd.readouterr().out
+
+
+def test_native_scales_are_served(checkpoint, tmp_path):
+    """With made-up weights, as a measurement without a checkpoint has them."""
+    out = tmp_path / "record.json"
+    short = ["--arms", "native", "--rounds", "1", "--waves", "1", "--load", "24:4:1", "--speculation", "off"]
+    flags = ["--server-args=--load-format dummy", "--temperature", "1", "--out", str(out)]
+    model = tmp_path / "model"
+    assert cli.main(["make-example", str(model), "--family", "glm4-moe", "--no-weights"]) == 0
+    assert cli.main(["bench", "serve", str(model), *short, *flags]) == 0
+    (start,) = json.loads(out.read_text())["starts"]
+    assert "resident (100" in start["plugin"][0]
+    assert "execution reference, native scales" in start["plugin"][0]

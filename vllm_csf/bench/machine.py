@@ -71,7 +71,12 @@ def gpus() -> list[dict[str, Any]]:
 
 def used_mib() -> int | None:
     """Device memory in use on the first device, by whoever; None without a device."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        f"--id={_first_device()}",
+    ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return int(run.stdout.split()[0])
@@ -92,7 +97,13 @@ class Watch:
     def __enter__(self) -> Watch:
         self.medians = {}
         query = f"--query-gpu={','.join(WATCHED.values())}"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0", f"-lms={WATCH_MS}"]
+        command = [
+            "nvidia-smi",
+            query,
+            "--format=csv,noheader,nounits",
+            f"--id={_first_device()}",
+            f"-lms={WATCH_MS}",
+        ]
         try:
             self._process: subprocess.Popen[str] | None = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -105,12 +116,17 @@ class Watch:
         if self._process is None:
             return
         self._process.terminate()
-        text, _ = self._process.communicate()
-        lines = [[_number(field.strip()) for field in line.split(",")] for line in text.splitlines()]
+        text = self._process.communicate()[0]
+        samples = [[_number(field.strip()) for field in line.split(",")] for line in text.splitlines()]
         for index, name in enumerate(WATCHED):
-            values = [x[index] for x in lines if len(x) == len(WATCHED) and isinstance(x[index], float)]
+            values = [v for x in samples if len(x) == len(WATCHED) and isinstance(v := x[index], float)]
             if values:
-                self.medians[name] = statistics.median(values)  # type: ignore[type-var]
+                self.medians[name] = statistics.median(values)
+
+
+def _first_device() -> str:
+    """The first device that CUDA is shown, as nvidia-smi knows it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 
 def _number(text: str) -> str | float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from ..loaders import hub
 from .records import BenchError
@@ -41,7 +42,7 @@ def choose(
     return asked + made_up[len(asked) :], scored
 
 
-def _tokenizer(checkpoint: str):  # type: ignore[no-untyped-def]
+def _tokenizer(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(hub.locate(checkpoint))
