@@ -15,7 +15,7 @@ from cutlass import BFloat16, Int32, Int64
 from ..activation import SILU, Activation
 from .combine import Combine, CombineConfig
 from .expert_gemm import WARPS, ExpertGemm, GemmConfig
-from .programs import Choice, Geometry, number
+from .programs import DecodeChoice, Geometry, number
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DecodeConfig:
         )
 
 
-def decode_config(g: Geometry, choice: Choice) -> DecodeConfig:
+def decode_config(g: Geometry, choice: DecodeChoice) -> DecodeConfig:
     """The configuration of the program that `programs` chose for a geometry."""
     return DecodeConfig(
         split_up=choice.split_up,

@@ -42,13 +42,23 @@ class Dequant:
     @cute.jit
     def scales(self, address: Int32, base0: Uint32, base1: Uint32, lane: Int32):
         """The lane's scales in one tile: bf16 pairs (rows r, r + 8) of the two fragments."""
+        return self.scales_of(self.codes(address, lane), base0, base1)
+
+    @cute.jit
+    def codes(self, address: Int32, lane: Int32):
+        """The lane's codes in one tile, as they lie there."""
         codes = address + layout.WEIGHT_BYTES
         if cutlass.const_expr(self.native):
-            word = ptx.lds32(codes + lane * 4)
-            sv0 = (word & Uint32(0x00FF00FF)) * Uint32(16) + base0
-            sv1 = ((word >> Uint32(4)) & Uint32(0x0FF00FF0)) + base1
+            return ptx.lds32(codes + lane * 4)
+        return ptx.lds16(codes + lane * 2)
+
+    @cute.jit
+    def scales_of(self, codes: Uint32, base0: Uint32, base1: Uint32):
+        if cutlass.const_expr(self.native):
+            sv0 = (codes & Uint32(0x00FF00FF)) * Uint32(16) + base0
+            sv1 = ((codes >> Uint32(4)) & Uint32(0x0FF00FF0)) + base1
         else:
-            word = ptx.prmt(ptx.lds16(codes + lane * 2), Uint32(0), Uint32(0x4140))
+            word = ptx.prmt(codes, Uint32(0), Uint32(0x4140))
             sv0 = (word & Uint32(0x000F000F)) * Uint32(16) + base0
             sv1 = (word & Uint32(0x00F000F0)) + base1
         return sv0, sv1

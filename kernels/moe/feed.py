@@ -1,4 +1,4 @@
-"""The producers of `wide_gemm`: stages of 64 columns, weights and tokens, in a ring in shared memory."""
+"""The producers of `wide_gemm`: stages of 128 columns, weights and tokens, in a ring in shared memory."""
 
 from dataclasses import dataclass
 
@@ -9,53 +9,78 @@ from cutlass import Int32, Int64, Uint32
 from .. import layout, ptx
 from .route import Route
 
-MOST_TOKENS = 128  # of a work tile
 GROUPS = 2  # warpgroups of consumers
 BLOCKS = 4 * GROUPS  # row blocks of a tile, one a warp
-TOKEN_BYTES = 2 * layout.TILE_K  # of one token in a stage
+DEPTH = 2  # tiles of K in a stage
+TOKEN_BYTES = 2 * layout.TILE_K  # of one token and one tile of K
 PRODUCERS = 128
 ROWS_AT_ONCE = PRODUCERS // 8  # tokens that the producers copy in one go, 16 bytes each
 
 
 @dataclass(frozen=True)
 class FeedConfig:
-    """`gated`: tokens are rows of x, `topk` pairs each; else rows are slots."""
+    """`tokens`: most of a work tile. `gated`: tokens are rows of x, `topk` pairs each; else slots of h."""
 
     gated: bool
     native: bool
-    stages: int
     topk: int
-    fence: bool = True
+    tokens: int
+    stages: int
 
     @property
     def tile_bytes(self) -> int:
         return layout.WEIGHT_BYTES + layout.CODE_BYTES * (2 if self.native else 1)
 
     @property
-    def stage_bytes(self) -> int:
-        """Of the weights."""
-        return BLOCKS * self.tile_bytes
+    def weight_bytes(self) -> int:
+        """Of one stage."""
+        return BLOCKS * DEPTH * self.tile_bytes
+
+    @property
+    def rows_bytes(self) -> int:
+        """Of the tokens of one tile of K."""
+        return self.tokens * TOKEN_BYTES
+
+    @property
+    def tokens_bytes(self) -> int:
+        """Of the tokens of one stage."""
+        return DEPTH * self.rows_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Weights, then a full and an empty barrier a stage; tokens lie elsewhere."""
-        return self.stages * self.stage_bytes + -(-self.stages * 16 // 128) * 128
+        """Tokens, weights, then a full and an empty barrier a stage."""
+        return self.barriers + -(-self.stages * 16 // 128) * 128
+
+    @property
+    def barriers(self) -> int:
+        return self.stages * (self.tokens_bytes + self.weight_bytes)
 
 
 class Feed:
-    """Device code. `base`: shared memory of `FeedConfig.shared_bytes`."""
+    """Device code. `base`: shared memory of `FeedConfig.shared_bytes`, at a multiple of 1024."""
 
     def __init__(self, config: FeedConfig, route: Route):
         self.c = config
         self.route = route
 
     @cute.jit
+    def token_rows(self, base: Int32, slot: Int32, inside):
+        """Where a stage's tokens lie for one of its tiles of K."""
+        return base + slot * self.c.tokens_bytes + inside * self.c.rows_bytes
+
+    @cute.jit
+    def weights(self, base: Int32, slot: Int32, block: Int32):
+        """Where the tiles of one of the row blocks lie, one behind the other."""
+        first = base + self.c.stages * self.c.tokens_bytes
+        return first + slot * self.c.weight_bytes + block * (DEPTH * self.c.tile_bytes)
+
+    @cute.jit
     def full(self, base: Int32, slot: Int32):
-        return base + self.c.stages * self.c.stage_bytes + slot * 16
+        return base + self.c.barriers + slot * 16
 
     @cute.jit
     def empty(self, base: Int32, slot: Int32):
-        return base + self.c.stages * self.c.stage_bytes + slot * 16 + 8
+        return self.full(base, slot) + 8
 
     @cute.jit
     def init_barriers(self, base: Int32, tid: Int32):
@@ -69,13 +94,11 @@ class Feed:
     # ---- consumers -------------------------------------------------------------------------------
 
     @cute.jit
-    def wait(self, base: Int32, slot: Int32, phase: Int32, warp: Int32):
-        """Until a stage is full; the address of the warp's weights."""
+    def wait(self, base: Int32, slot: Int32, phase: Int32):
+        """Until a stage is full."""
         ptx.mbarrier_wait(self.full(base, slot), phase)
-        if cutlass.const_expr(self.c.fence):
-            # The tokens were written by ordinary copies and are read by the tensor cores.
-            ptx.fence_async_shared()
-        return base + slot * self.c.stage_bytes + warp * self.c.tile_bytes
+        # The tokens were written by ordinary copies and are read by the tensor cores.
+        ptx.fence_async_shared()
 
     @cute.jit
     def release(self, base: Int32, slot: Int32, condition: Uint32):
@@ -83,12 +106,12 @@ class Feed:
         ptx.mbarrier_arrive_if(self.empty(base, slot), condition)
 
     @cute.jit
-    def skip(self, base: Int32, steps: Int32, k_tiles: Int32, lane: Int32):
-        """Passes over a tile that has no rows for this warpgroup."""
-        for k in cutlass.range(k_tiles, unroll=1):
-            step = steps + k
-            slot = step % self.c.stages
-            ptx.mbarrier_wait(self.full(base, slot), (step // self.c.stages) & 1)
+    def skip(self, base: Int32, first: Int32, count: Int32, lane: Int32):
+        """Passes over the stages of a tile that has no rows for this warpgroup."""
+        for i in cutlass.range(count, unroll=1):
+            stage = first + i
+            slot = stage % self.c.stages
+            ptx.mbarrier_wait(self.full(base, slot), (stage // self.c.stages) & 1)
             cute.arch.sync_warp()
             self.release(base, slot, Uint32(lane == 0))
 
@@ -96,17 +119,16 @@ class Feed:
 
     @cute.jit
     def run(
-        self, base: Int32, tokens: Int32, x: Int64, x_stride: Int32, tiles: Int64, entries: Int64,
-        pairs: Int64, row_blocks: Int32, k_tiles: Int32, m_tiles: Int32, total: Int32, bid: Int32,
-        grid: Int32, thread: Int32,
+        self, base: Int32, x: Int64, x_stride: Int32, tiles: Int64, entries: Int64, pairs: Int64,
+        row_blocks: Int32, k_tiles: Int32, m_tiles: Int32, total: Int32, bid: Int32, grid: Int32,
+        thread: Int32,
     ):  # fmt: skip
         """Fills the ring for every tile of this CTA; called by all producers."""
-        c = self.c
         chunk = thread % 8
         row = thread // 8
         # 16-byte chunks of a row of 128 bytes are exchanged by the row's number in its eight
-        place = tokens + row * TOKEN_BYTES + ((chunk ^ (row & 7)) * 16)
-        rows = cute.make_rmem_tensor(MOST_TOKENS // ROWS_AT_ONCE, Int32)
+        place = row * TOKEN_BYTES + ((chunk ^ (row & 7)) * 16)
+        rows = cute.make_rmem_tensor(self.c.tokens // ROWS_AT_ONCE, Int32)
         rows.fill(Int32(0))
         slot = Int32(0)
         phase = Int32(1)
@@ -116,34 +138,46 @@ class Feed:
             m_tile = tile - entry * m_tiles
             expert, first, count = self.route.entry(entries, entry)
             self.find_rows(rows, x_stride, pairs, first, count, row, chunk)
-            blocks = row_blocks - m_tile * BLOCKS
-            if blocks > BLOCKS:
-                blocks = Int32(BLOCKS)
+            blocks = cutlass.min(row_blocks - m_tile * BLOCKS, Int32(BLOCKS))
             block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * BLOCKS + thread)
-            weights = tiles + block * (Int64(k_tiles) * c.tile_bytes)
+            source = tiles + block * (Int64(k_tiles) * self.c.tile_bytes)
             steps = (count + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
-            for k in cutlass.range(k_tiles, unroll=1):
+            for k in cutlass.range(0, k_tiles, DEPTH, unroll=1):
                 ptx.mbarrier_wait(self.empty(base, slot), phase)
-                full = self.full(base, slot)
-                if thread < 32:
-                    if thread == 0:
-                        ptx.mbarrier_expect(full, blocks * c.tile_bytes)
-                    cute.arch.sync_warp()
-                    if thread < blocks:
-                        goal = base + slot * c.stage_bytes + thread * c.tile_bytes
-                        at = weights + Int64(k * c.tile_bytes)
-                        ptx.bulk_load_cached(goal, at, Int32(c.tile_bytes), full)
-                target = place + slot * (MOST_TOKENS * TOKEN_BYTES)
-                for i in cutlass.range_constexpr(MOST_TOKENS // ROWS_AT_ONCE):
-                    if i < steps:
-                        source = x + Int64(rows[i] + k * 8) * 16
-                        ptx.cp_async16(target + i * (ROWS_AT_ONCE * TOKEN_BYTES), source)
-                ptx.cp_async_arrive(full)
+                self.copy_weights(base, slot, source, k, k_tiles, blocks, thread)
+                for inside in cutlass.range_constexpr(DEPTH):
+                    if k + inside < k_tiles:
+                        target = self.token_rows(base, slot, inside) + place
+                        self.copy_tokens(x, rows, steps, k + inside, target)
+                ptx.cp_async_arrive(self.full(base, slot))
                 slot += 1
-                if slot == c.stages:
+                if slot == self.c.stages:
                     slot = Int32(0)
                     phase = phase ^ 1
             tile += grid
+        ptx.cp_async_commit()
+        ptx.cp_async_wait(0)
+
+    @cute.jit
+    def copy_weights(
+        self, base: Int32, slot: Int32, source: Int64, k: Int32, k_tiles: Int32, blocks: Int32, thread: Int32
+    ):
+        full = self.full(base, slot)
+        size = cutlass.min(k_tiles - k, Int32(DEPTH)) * self.c.tile_bytes
+        if thread < 32:
+            if thread == 0:
+                ptx.mbarrier_expect(full, blocks * size)
+            cute.arch.sync_warp()
+            if thread < blocks:
+                at = source + Int64(k * self.c.tile_bytes)
+                ptx.bulk_load_cached(self.weights(base, slot, thread), at, size, full)
+
+    @cute.jit
+    def copy_tokens(self, x: Int64, rows: cute.Tensor, steps: Int32, k: Int32, target: Int32):
+        for i in cutlass.range_constexpr(self.c.tokens // ROWS_AT_ONCE):
+            if i < steps:
+                source = x + Int64(rows[i] + k * 8) * 16
+                ptx.cp_async16(target + i * (ROWS_AT_ONCE * TOKEN_BYTES), source)
 
     @cute.jit
     def find_rows(
@@ -151,7 +185,7 @@ class Feed:
         chunk: Int32,
     ):  # fmt: skip
         """Places of this thread's chunks of its tokens, in units of 16 bytes."""
-        for i in cutlass.range_constexpr(MOST_TOKENS // ROWS_AT_ONCE):
+        for i in cutlass.range_constexpr(self.c.tokens // ROWS_AT_ONCE):
             token = row + i * ROWS_AT_ONCE
             # Columns beyond the work tile repeat its first token; what they give is never stored.
             if token >= count:

@@ -14,6 +14,7 @@ from cutlass import BFloat16, Int32, Int64
 from ..activation import SILU, Activation
 from .arrange import Arrange, ArrangeConfig
 from .combine import Combine, CombineConfig
+from .programs import Geometry, PrefillChoice
 from .wide_gemm import WideConfig, WideGemm
 
 
@@ -21,7 +22,8 @@ from .wide_gemm import WideConfig, WideGemm
 class PrefillConfig:
     """Everything that one compiled program depends on; sizes not listed here are run-time values.
 
-    `capacity`: upper bound of local experts, a multiple of 1024. `stages`: of 64 columns in the ring.
+    `capacity`: upper bound of local experts, a multiple of 1024. `tokens`: most of a work tile, a multiple
+    of 16; `stages`: in the ring; `per_sm`: CTAs that share a multiprocessor.
     """
 
     topk: int
@@ -30,21 +32,38 @@ class PrefillConfig:
     mapped: bool
     native: bool = False
     activation: Activation = SILU
-    stages: int = 7
-    fence: bool = True
+    tokens: int = 128
+    stages: int = 4
+    per_sm: int = 1
 
     def gemm(self, gated: bool) -> WideConfig:
         return WideConfig(
             gated=gated,
             native=self.native,
             topk=self.topk,
+            tokens=self.tokens,
             stages=self.stages,
+            per_sm=self.per_sm,
             activation=self.activation,
             capacity=self.capacity,
             wide_ids=self.wide_ids,
             mapped=self.mapped,
-            fence=self.fence,
         )
+
+
+def prefill_config(g: Geometry, choice: PrefillChoice) -> PrefillConfig:
+    """The configuration of the program that `programs` chose for a geometry."""
+    return PrefillConfig(
+        topk=g.topk,
+        capacity=g.capacity,
+        wide_ids=g.wide_ids,
+        mapped=g.mapped,
+        native=g.native,
+        activation=g.activation,
+        tokens=choice.tile,
+        stages=choice.stages,
+        per_sm=choice.per_sm,
+    )
 
 
 class Prefill:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,12 +19,18 @@ from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
 TEAM_PAIRS = 16
-CHUNK_TOKENS = 1024  # a call with more tokens runs in pieces, so that its workspace stays bounded
+# A call with more tokens runs in pieces, so that its workspace stays bounded.
+CHUNK_TOKENS = 1024
+WIDE_CHUNK_TOKENS = 8192
 THREADS_CAPACITY = 1024
 
 _HERE = __name__.rpartition(".")[0]
 # The kinds of programs, by name. The module of a kind K also has `k_config(geometry, choice)`.
-KINDS = {"decode": Kind("decode", f"{_HERE}.decode", "DecodeConfig", "compile_decode")}
+KINDS = {
+    "decode": Kind("decode", f"{_HERE}.decode", "DecodeConfig", "compile_decode"),
+    "prefill": Kind("prefill", f"{_HERE}.prefill", "PrefillConfig", "compile_prefill"),
+}
+Take = Callable[[int], torch.Tensor]  # a uint8 buffer of so many bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DecodeChoice:
     """One program: up to `tokens` tokens a call, launched on `ctas` CTAs; see `DecodeConfig` for the rest."""
 
     kind: ClassVar[str] = "decode"
@@ -72,6 +78,28 @@ class Choice:
     def units(self) -> int:
         return 2 * self.blocks * self.n_tiles
 
+    def workspace(self, take: Take, g: Geometry, tokens: int) -> Workspace:
+        return Workspace.within(take, tokens, g.topk, g.hidden, g.inner, 8 * self.ctas, self.units)
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    """As `DecodeChoice`, of a tensor-core program; see `PrefillConfig`, whose `tokens` is `tile` here."""
+
+    kind: ClassVar[str] = "prefill"
+
+    tokens: int
+    ctas: int
+    tile: int
+    stages: int
+    per_sm: int
+
+    def workspace(self, take: Take, g: Geometry, tokens: int) -> Workspace:
+        return Workspace.wide(take, tokens, g.topk, g.hidden, g.inner)
+
+
+Choice = DecodeChoice | PrefillChoice
+
 
 def split_k(columns: int) -> int:
     """Warps (1, 2, 4 or 8) of a team that shares an item's K, each with at least four tiles."""
@@ -84,38 +112,66 @@ def split_k(columns: int) -> int:
 def choices(g: Geometry) -> tuple[Choice, ...]:
     """The programs of a geometry, by token count; the last one takes every larger call in pieces.
 
-    Measured on an H200 (docs/results/notes.md): teams win for one or two tokens, work tiles of 8 tokens
-    while experts have fewer than about 4.5 on average, of 16 up to about 16, of 32 beyond.
+    Measured on an H200 (docs/results/notes.md).
     """
+    if number(g.arch) == 90:
+        return _rising([*decode_choices(g), *prefill_choices(g)], WIDE_CHUNK_TOKENS)
+    return _rising(decode_choices(g), CHUNK_TOKENS)
+
+
+def _rising(found: list[Choice], most: int) -> tuple[Choice, ...]:
+    """Those that take more tokens than the ones before them, up to `most` and the first that takes it."""
+    kept: list[Choice] = []
+    for choice in found:
+        tokens = min(choice.tokens, most)
+        if not kept or tokens > kept[-1].tokens:
+            kept.append(replace(choice, tokens=tokens))
+    return tuple(kept)
+
+
+def _until(g: Geometry, tokens_per_expert: float) -> int:
+    """Tokens of a call that give an expert so many on average."""
+    return max(1, int(tokens_per_expert * g.global_experts / g.topk))
+
+
+def decode_choices(g: Geometry) -> list[Choice]:
+    """Teams win for one or two tokens, work tiles of 8 tokens while experts have fewer than about 4.5 on
+    average, of 16 up to about 16, of 32 beyond; on Hopper prefill programs take over at 12."""
     two, one = 2 * g.multiprocessors, g.multiprocessors
     deep = 4 if shared_memory(g.arch) > 200 else 2  # stages where one CTA has an SM to itself
 
-    def until(tokens_per_expert: float) -> int:
-        return max(1, int(tokens_per_expert * g.global_experts / g.topk))
-
     def run(tokens: int, n_tiles: int, own: bool, **other: int) -> Choice:
         fields = {"ctas": two, "blocks": 2, "chunk_tiles": 2, "stages": 2, "min_ctas": 2, **other}
-        return Choice(
+        return DecodeChoice(
             tokens, n_tiles=n_tiles, split_up=1, split_down=1, own_pairs=OWN_PAIRS if own else 0, **fields
         )
 
-    own = OWN_PAIRS // g.topk
-    team = Choice(
-        max(1, TEAM_PAIRS // g.topk), two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), OWN_PAIRS
-    )
-    found = [team, run(min(own, until(4.5)), 1, True)]
-    if until(4.5) > own:
-        found.append(run(until(4.5), 1, False))
-    if own > until(4.5):
-        found.append(run(own, 2, True))
-    found.append(run(until(16), 2, False))
+    own, narrow = OWN_PAIRS // g.topk, _until(g, 4.5)
+    found: list[Choice] = [
+        DecodeChoice(
+            max(1, TEAM_PAIRS // g.topk), two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), OWN_PAIRS
+        ),
+        run(min(own, narrow), 1, True),
+    ]
+    if narrow > own:
+        found.append(run(narrow, 1, False))
+    medium = _until(g, 12 if number(g.arch) == 90 else 16)
+    found += [run(min(own, medium), 2, True), run(medium, 2, False)]
+    if number(g.arch) == 90:
+        return found
     found.append(run(CHUNK_TOKENS, 4, False, ctas=one, stages=deep, min_ctas=0))
-    kept: list[Choice] = []
-    for choice in found:
-        tokens = min(choice.tokens, CHUNK_TOKENS)
-        if not kept or tokens > kept[-1].tokens:
-            kept.append(Choice(**{**choice.__dict__, "tokens": tokens}))
-    return tuple(kept)
+    return found
+
+
+def prefill_choices(g: Geometry) -> list[Choice]:
+    """Work tiles of 32 tokens with two CTAs a multiprocessor while experts have up to 28 tokens on average,
+    of 64 up to 56, of 128 beyond."""
+    sms = g.multiprocessors
+    return [
+        PrefillChoice(_until(g, 28), 2 * sms, tile=32, stages=3, per_sm=2),
+        PrefillChoice(_until(g, 56), sms, tile=64, stages=5, per_sm=1),
+        PrefillChoice(WIDE_CHUNK_TOKENS, sms, tile=128, stages=4, per_sm=1),
+    ]
 
 
 def number(arch: str) -> int:
@@ -143,9 +199,9 @@ def declared(g: Geometry, choice: Choice) -> Program:
     return Program(kind, config, g.arch)
 
 
-def workspace(take: Callable[[int], torch.Tensor], g: Geometry, choice: Choice, tokens: int) -> Workspace:
+def workspace(take: Take, g: Geometry, choice: Choice, tokens: int) -> Workspace:
     """Scratch for one call of a choice's program, out of `take(bytes)`; see `Workspace.within`."""
-    return Workspace.within(take, tokens, g.topk, g.hidden, g.inner, 8 * choice.ctas, choice.units)
+    return choice.workspace(take, g, tokens)
 
 
 def workspace_bytes(g: Geometry, choice: Choice, tokens: int) -> int:

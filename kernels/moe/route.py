@@ -9,10 +9,9 @@ One CTA counts the pairs (token, k) of each local expert and writes two tables:
 For few tokens every CTA of a GEMM does this for itself in shared memory (`shared`), which costs less than
 a launch; for many, one launch does it for both GEMMs in global memory.
 
-Ids outside 0 .. experts - 1 and ids whose map entry is negative take no slot. Within an expert the shared
-tables keep the order of the pairs, since CTAs must agree on which work tile a pair belongs to. In global
-memory the order may differ from run to run; no result depends on it, since a token's column of an MMA is
-computed from that column alone and everything else is indexed by pair.
+Ids outside 0 .. experts - 1 and ids whose map entry is negative take no slot. Within an expert slots keep the
+order of the pairs: CTAs that route for themselves must agree on which work tile a pair belongs to, and where
+K is split, the order in which a token's parts are added depends on its work tile.
 """
 
 from dataclasses import dataclass
@@ -25,12 +24,17 @@ from cutlass import Int32, Int64, Uint32
 from .. import ptx
 
 THREADS = 1024
+COUNTERS = 16384  # that many fit into shared memory everywhere
+MOST_TILE = 255  # tokens; a byte of an entry
 
 
 @dataclass(frozen=True)
 class RouteConfig:
     """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
-    `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory."""
+    `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory.
+
+    Raises ValueError for what the tables cannot hold.
+    """
 
     capacity: int
     tile: int
@@ -39,27 +43,41 @@ class RouteConfig:
     shared_pairs: int
     threads: int = THREADS
 
+    def __post_init__(self) -> None:
+        if self.capacity % self.threads:
+            raise ValueError(f"capacity is {self.capacity}, expected a multiple of {self.threads}")
+        if not 0 < self.tile <= MOST_TILE:
+            raise ValueError(f"tile is {self.tile}, expected 1 to {MOST_TILE}")
+
     @property
     def batch(self) -> int:
-        """Pairs that a thread looks up at a time."""
-        return 1 if self.shared else 8
+        """Pairs that a thread looks up at a time, with tables in global memory."""
+        return 8
 
     @property
     def shared(self) -> bool:
         return self.shared_pairs > 0
 
     @property
+    def ranks(self) -> int:
+        """Warps that each count and place a run of the pairs, with tables in global memory."""
+        return max(1, min(self.threads // 32, COUNTERS // self.capacity))
+
+    @property
+    def counters(self) -> int:
+        """One for each expert, and each rank."""
+        return self.capacity * (1 if self.shared else self.ranks)
+
+    @property
     def scratch_bytes(self) -> int:
-        """Shared memory while routing: a counter for each expert, the warps' totals, unordered pairs."""
-        return 4 * (self.capacity + self.threads // 32 + self.shared_pairs)
+        """Shared memory while routing: counters, the warps' totals, unordered pairs."""
+        return 4 * (self.counters + self.threads // 32 + self.shared_pairs)
 
 
 class Route:
     """Device code. `inputs`: ids, pairs in all, expert map, global and local experts."""
 
     def __init__(self, config: RouteConfig):
-        if config.capacity % config.threads:
-            raise ValueError(f"capacity is {config.capacity}; expected a multiple of {config.threads}")
         self.c = config
 
     @cute.jit
@@ -91,21 +109,29 @@ class Route:
     def build(self, inputs: tuple, scratch: Int32, entries, pairs, tid: Int32):
         """Fills the tables; called by all threads of a CTA, which must synchronise before they read them."""
         c = self.c
-        ids, count, expert_map, global_experts, experts = inputs
-        totals = scratch + c.capacity * 4
-        for e in cutlass.range_constexpr(c.capacity // c.threads):
-            ptx.sts32(scratch + (e * c.threads + tid) * 4, Uint32(0))
+        for i in cutlass.range_constexpr(c.counters // c.threads):
+            ptx.sts32(scratch + (i * c.threads + tid) * 4, Uint32(0))
         cute.arch.sync_threads()
-        for p in cutlass.range(tid, count, c.threads * c.batch, unroll=1):
-            found = self.local_experts(p, inputs)
-            for i in cutlass.range_constexpr(c.batch):
-                if found[i] >= 0:
-                    ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1))
+        if cutlass.const_expr(c.shared):
+            self.count_pairs(inputs, scratch, tid)
+        else:
+            self.count_runs(inputs, scratch, tid)
         cute.arch.sync_threads()
+        self.put_entries(scratch, entries, tid)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(c.shared):
+            self.place_pairs(inputs, scratch, pairs, tid)
+        else:
+            self.place_runs(inputs, scratch, pairs, tid)
 
+    @cute.jit
+    def put_entries(self, scratch: Int32, entries, tid: Int32):
+        """Work tiles of all experts; counters become the cursors from which pairs take their slots."""
+        c = self.c
+        totals = scratch + c.counters * 4
         # Each thread owns consecutive experts; exclusive sums of their tokens and of their work tiles.
         share = cutlass.const_expr(c.capacity // c.threads)
-        mine = [Int32(ptx.lds32(scratch + (tid * share + i) * 4)) for i in range(share)]
+        mine = [self.tokens_of(scratch, tid * share + i) for i in range(share)]
         tokens = Int32(0)
         tiles = Int32(0)
         for i in cutlass.range_constexpr(share):
@@ -115,11 +141,7 @@ class Route:
         tiles, all_tiles = self.exclusive_sum(tiles, totals, tid)
         for i in cutlass.range_constexpr(share):
             e = tid * share + i
-            # The count becomes the cursor from which the expert's pairs take their slots.
-            cursor = tokens
-            if cutlass.const_expr(c.shared):
-                cursor = mine[i] << 16 | tokens
-            ptx.sts32(scratch + e * 4, Uint32(cursor))
+            self.set_cursors(scratch, e, tokens, mine[i])
             for t in cutlass.range((mine[i] + (c.tile - 1)) // c.tile, unroll=1):
                 size = mine[i] - t * c.tile
                 if size > c.tile:
@@ -129,23 +151,100 @@ class Route:
             tiles += (mine[i] + (c.tile - 1)) // c.tile
         if tid == 0:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
+
+    @cute.jit
+    def tokens_of(self, scratch: Int32, e: Int32):
+        total = Int32(0)
+        for r in cutlass.range_constexpr(self.c.counters // self.c.capacity):
+            total += Int32(ptx.lds32(scratch + (r * self.c.capacity + e) * 4))
+        return total
+
+    @cute.jit
+    def set_cursors(self, scratch: Int32, e: Int32, first: Int32, tokens: Int32):
+        if cutlass.const_expr(self.c.shared):
+            ptx.sts32(scratch + e * 4, Uint32(tokens << 16 | first))
+        else:
+            cursor = first
+            for r in cutlass.range_constexpr(self.c.ranks):
+                place = scratch + (r * self.c.capacity + e) * 4
+                count = Int32(ptx.lds32(place))
+                ptx.sts32(place, Uint32(cursor))
+                cursor += count
+
+    # ---- tables in global memory: every rank has a run of consecutive pairs ------------------------
+
+    @cute.jit
+    def run_of(self, count: Int32, rank: Int32):
+        """Where a rank's pairs begin and end; whole batches, but for the last rank's."""
+        batch = cutlass.const_expr(32 * self.c.batch)
+        size = (count + (self.c.ranks * batch - 1)) // (self.c.ranks * batch) * batch
+        return cutlass.min(rank * size, count), cutlass.min((rank + 1) * size, count)
+
+    @cute.jit
+    def count_runs(self, inputs: tuple, scratch: Int32, tid: Int32):
+        c = self.c
+        rank = tid // 32
+        if rank < c.ranks:
+            begin, end = self.run_of(inputs[1], rank)
+            mine = scratch + rank * (c.capacity * 4)
+            for p in cutlass.range(begin, end, 32 * c.batch, unroll=1):
+                found = self.local_experts(p + tid % 32, 32, inputs)
+                for i in cutlass.range_constexpr(c.batch):
+                    if found[i] >= 0:
+                        ptx.atom_add_shared(mine + found[i] * 4, Uint32(1))
+
+    @cute.jit
+    def place_runs(self, inputs: tuple, scratch: Int32, pairs, tid: Int32):
+        c = self.c
+        rank = tid // 32
+        lane = tid % 32
+        if rank < c.ranks:
+            begin, end = self.run_of(inputs[1], rank)
+            mine = scratch + rank * (c.capacity * 4)
+            for p in cutlass.range(begin, end, 32 * c.batch, unroll=1):
+                found = self.local_experts(p + lane, 32, inputs)
+                for i in cutlass.range_constexpr(c.batch):
+                    self.place_together(p + lane + i * 32, found[i], mine, pairs, lane)
+
+    @cute.jit
+    def place_together(self, pair: Int32, e: Int32, cursors: Int32, pairs, lane: Int32):
+        """Puts the 32 pairs of a warp into the next slots of their experts, in the order of the lanes."""
+        equal = ptx.match_any(Uint32(e))
+        before = Int32(cute.arch.popc(equal & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
+        cursor = Int32(0)
+        if e >= 0:
+            cursor = Int32(ptx.lds32(cursors + e * 4))
+            ptx.stg32(pairs + Int64(cursor + before) * 4, Uint32(pair))
+        cute.arch.sync_warp()
+        if e >= 0 and before == 0:
+            ptx.sts32(cursors + e * 4, Uint32(cursor + Int32(cute.arch.popc(equal))))
+        cute.arch.sync_warp()
+
+    # ---- tables in shared memory: in any order first ---------------------------------------------
+
+    @cute.jit
+    def count_pairs(self, inputs: tuple, scratch: Int32, tid: Int32):
+        ids, count, expert_map, global_experts, experts = inputs
+        for p in cutlass.range(tid, count, self.c.threads, unroll=1):
+            e = self.local_expert(ids, p, expert_map, global_experts, experts)
+            if e >= 0:
+                ptx.atom_add_shared(scratch + e * 4, Uint32(1))
+
+    @cute.jit
+    def place_pairs(self, inputs: tuple, scratch: Int32, pairs, tid: Int32):
+        c = self.c
+        ids, count, expert_map, global_experts, experts = inputs
+        unordered = scratch + (c.counters + c.threads // 32) * 4
+        for p in cutlass.range(tid, count, c.threads, unroll=1):
+            e = self.local_expert(ids, p, expert_map, global_experts, experts)
+            if e >= 0:
+                slot = Int32(ptx.atom_add_shared(scratch + e * 4, Uint32(1)))
+                ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p))
         cute.arch.sync_threads()
-        unordered = totals + c.threads // 32 * 4
-        for p in cutlass.range(tid, count, c.threads * c.batch, unroll=1):
-            found = self.local_experts(p, inputs)
-            for i in cutlass.range_constexpr(c.batch):
-                if found[i] >= 0:
-                    slot = Int32(ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1)))
-                    if cutlass.const_expr(c.shared):
-                        ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p + i * c.threads))
-                    else:
-                        ptx.stg32(pairs + Int64(slot) * 4, Uint32(p + i * c.threads))
-        if cutlass.const_expr(c.shared):
-            cute.arch.sync_threads()
-            for p in cutlass.range(tid, count, c.threads, unroll=1):
-                e = self.local_expert(ids, p, expert_map, global_experts, experts)
-                if e >= 0:
-                    self.place(p, Int32(ptx.lds32(scratch + e * 4)), unordered, pairs)
+        for p in cutlass.range(tid, count, c.threads, unroll=1):
+            e = self.local_expert(ids, p, expert_map, global_experts, experts)
+            if e >= 0:
+                self.place(p, Int32(ptx.lds32(scratch + e * 4)), unordered, pairs)
 
     @cute.jit
     def place(self, pair: Int32, cursor: Int32, unordered: Int32, pairs: Int32):
@@ -229,10 +328,10 @@ class Route:
         return found
 
     @cute.jit
-    def local_experts(self, first: Int32, inputs: tuple):
-        """The local experts of `batch` pairs, `threads` apart, or -1; their ids are requested together."""
+    def local_experts(self, first: Int32, stride: int, inputs: tuple):
+        """The local experts of `batch` pairs, `stride` apart, or -1; their ids are requested together."""
         ids, count, expert_map, global_experts, experts = inputs
-        pairs = [first + i * self.c.threads for i in range(self.c.batch)]
+        pairs = [first + i * stride for i in range(self.c.batch)]
         found = [self.id(ids, cutlass.min(p, count - 1)) for p in pairs]
         return [
             self.local(cutlass.select_(p < count, e, Int32(-1)), expert_map, global_experts, experts)

@@ -9,18 +9,31 @@ from cutlass import Int32, Int64, Uint32
 from .. import ptx
 from ..activation import Activation
 from .epilogue import Epilogue, EpilogueConfig
-from .feed import BLOCKS, MOST_TOKENS
+from .feed import BLOCKS
 from .route import Route
 
+AT_ONCE = 4  # tokens that a thread carries from shared to global memory
 PADDING = 16  # bytes behind each row, so that eight of them lie in different banks
-PASS_TOKENS = 64  # staged at a time where rows are not gated
-TABLE_BYTES = 8 * MOST_TOKENS  # pair and router weight of each token
 
 
 @dataclass(frozen=True)
 class WideEpilogueConfig:
+    """`staged`: tokens that are staged in shared memory at a time, a multiple of 16 that divides `tokens`."""
+
     gated: bool
+    tokens: int
+    staged: int
     activation: Activation
+
+    @property
+    def rounds(self) -> int:
+        """Tokens of the table that each thread looks up."""
+        return -(-self.tokens // 128)
+
+    @property
+    def table_bytes(self) -> int:
+        """Row of the output and router weight of each token."""
+        return 8 * 128 * self.rounds
 
     @property
     def channels(self) -> int:
@@ -34,8 +47,7 @@ class WideEpilogueConfig:
     @property
     def shared_bytes(self) -> int:
         """Of one warpgroup."""
-        staged = MOST_TOKENS if self.gated else PASS_TOKENS
-        return TABLE_BYTES + staged * self.row_bytes
+        return self.table_bytes + self.staged * self.row_bytes
 
 
 class WideEpilogue:
@@ -53,17 +65,21 @@ class WideEpilogue:
 
     @cute.jit
     def address(self, target: tuple, first: Int32, count: Int32, group: Int32, warp: Int32, lane: Int32):
-        """The thread's token of the work tile: its row of the output, and its router weight."""
+        """The thread's tokens of the work tile: their rows of the output, and their router weights."""
         pairs, router, _, _ = target
-        token = (warp % 4) * 32 + lane
-        row = Int32(0)
-        weight = Uint32(0)
-        if token < count:
-            row = first + token
-            if cutlass.const_expr(not self.c.gated):
-                row = self.route.pair(pairs, row)
-                weight = ptx.ldg32(router + Int64(row) * 4)
-        return row, weight
+        rows, weights = [], []
+        for i in cutlass.range_constexpr(self.c.rounds):
+            token = i * 128 + (warp % 4) * 32 + lane
+            row = Int32(0)
+            weight = Uint32(0)
+            if token < count:
+                row = first + token
+                if cutlass.const_expr(not self.c.gated):
+                    row = self.route.pair(pairs, row)
+                    weight = ptx.ldg32(router + Int64(row) * 4)
+            rows.append(row)
+            weights.append(weight)
+        return rows, weights
 
     @cute.jit
     def meet(self, group: Int32):
@@ -76,9 +92,10 @@ class WideEpilogue:
         lane: Int32,
     ):  # fmt: skip
         """`room`: the warpgroup's shared memory; what it staged before has been read by all of it."""
-        row, weight = addressed
+        rows, weights = addressed
         member = warp % 4
-        ptx.sts64(room + (member * 32 + lane) * 8, Uint32(row), weight)
+        for i in cutlass.range_constexpr(self.c.rounds):
+            ptx.sts64(room + (i * 128 + member * 32 + lane) * 8, Uint32(rows[i]), weights[i])
         self.meet(group)
         if cutlass.const_expr(self.c.gated):
             self.store_gated(acc, width, alphas, target, room, count, m_tile, group, row_blocks, member, lane)
@@ -93,28 +110,43 @@ class WideEpilogue:
         m_tile: Int32, group: Int32, row_blocks: Int32, member: Int32, lane: Int32,
     ):  # fmt: skip
         """A warp's 32 rows are 16 channels, gate and up eight rows apart: 32 bytes of a token."""
-        staged = room + TABLE_BYTES
+        staged = room + self.c.table_bytes
         _, _, out, out_stride = target
         mine = staged + lane % 16 * self.c.row_bytes + member * 32
-        for m in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(MOST_TOKENS // 16):
-                if j < width:
-                    self.stage_gated(acc[m], j, alphas, mine + m * 16)
-        self.meet(group)
         # 64 channels of a token go to memory in MMA order, see `arrange`.
         thread = member * 32 + lane
         chunk = thread % 8
         channel = m_tile * (BLOCKS * 16) + group * 64
-        if channel < row_blocks * 16:
-            for i in cutlass.range(width, unroll=1):
-                token = thread // 8 + i * 16
-                if token < count:
-                    source = staged + token * self.c.row_bytes + chunk * 4
-                    stored = [ptx.lds32(source + q * 32) for q in range(4)]
-                    slot = Int64(ptx.lds32(room + token * 8))
-                    goal = out + (slot * Int64(out_stride) + Int64(channel)) * 2 + Int64(chunk * 16)
-                    ptx.stg128(goal, *stored)
-        self.meet(group)
+        steps = cutlass.const_expr(self.c.staged // 16)
+        for p in cutlass.range_constexpr(self.c.tokens // self.c.staged):
+            if p * steps < width:
+                for j in cutlass.range_constexpr(steps):
+                    if p * steps + j < width:
+                        for m in cutlass.range_constexpr(2):
+                            place = mine + j * (16 * self.c.row_bytes) + m * 16
+                            self.stage_gated(acc[m], p * steps + j, alphas, place)
+                self.meet(group)
+                if channel < row_blocks * 16:
+                    for i in cutlass.range_constexpr(0, steps, AT_ONCE):
+                        local = [thread // 8 + j * 16 for j in range(i, min(i + AT_ONCE, steps))]
+                        found = [self.gated_words(staged, room, p, one, chunk) for one in local]
+                        for one, (words, slot) in zip(local, found, strict=True):
+                            if p * self.c.staged + one < count:
+                                self.put_gated(
+                                    out + Int64(slot) * Int64(out_stride) * 2, channel, chunk, words
+                                )
+                self.meet(group)
+
+    @cute.jit
+    def gated_words(self, staged: Int32, room: Int32, p: cutlass.Constexpr, local: Int32, chunk: Int32):
+        """A thread's words of a staged token, and the token's slot."""
+        source = staged + local * self.c.row_bytes + chunk * 4
+        words = [ptx.lds32(source + q * 32) for q in range(4)]
+        return words, ptx.lds32(room + (p * self.c.staged + local) * 8)
+
+    @cute.jit
+    def put_gated(self, row: Int64, channel: Int32, chunk: Int32, words: list):
+        ptx.stg128(row + Int64(channel) * 2 + Int64(chunk * 16), *words)
 
     @cute.jit
     def stage_gated(self, acc: cute.Tensor, j: cutlass.Constexpr, alphas: tuple, mine: Int32):
@@ -124,7 +156,7 @@ class WideEpilogue:
             at = cutlass.const_expr((2 * j + half) * 4)
             values = [self.values.act(acc[at + i] * alphas[0], acc[at + 2 + i] * alphas[1]) for i in range(2)]
             words.append(ptx.pack_bf16x2(values[0], values[1]))
-        ptx.store_transposed2(mine + j * (16 * self.c.row_bytes), *words)
+        ptx.store_transposed2(mine, *words)
 
     # ---- down ------------------------------------------------------------------------------------
 
@@ -134,7 +166,7 @@ class WideEpilogue:
         m_tile: Int32, group: Int32, row_blocks: Int32, member: Int32, lane: Int32,
     ):  # fmt: skip
         """A warp's 32 rows are 32 channels: 64 bytes of a token."""
-        staged = room + TABLE_BYTES
+        staged = room + self.c.table_bytes
         _, _, out, out_stride = target
         thread = member * 32 + lane
         # matrices 0, 1: rows r and r + 8 of eight tokens; 2, 3: of the next eight
@@ -142,8 +174,8 @@ class WideEpilogue:
         mine = staged + (matrix // 2 * 8 + lane % 8) * self.c.row_bytes + member * 64 + matrix % 2 * 16
         chunk = thread % 16
         channel = m_tile * (BLOCKS * 32) + group * 128 + chunk * 8
-        steps = cutlass.const_expr(PASS_TOKENS // 16)
-        for p in cutlass.range_constexpr(MOST_TOKENS // PASS_TOKENS):
+        steps = cutlass.const_expr(self.c.staged // 16)
+        for p in cutlass.range_constexpr(self.c.tokens // self.c.staged):
             if p * steps < width:
                 for j in cutlass.range_constexpr(steps):
                     if p * steps + j < width:
@@ -152,14 +184,21 @@ class WideEpilogue:
                         )
                 self.meet(group)
                 if channel < row_blocks * 32:
-                    for i in cutlass.range(PASS_TOKENS // 8, unroll=1):
-                        local = thread // 16 + i * 8
-                        token = p * PASS_TOKENS + local
-                        if token < count:
-                            stored = ptx.lds128(staged + local * self.c.row_bytes + chunk * 16)
-                            pair = Int64(ptx.lds32(room + token * 8))
-                            ptx.stg128(out + (pair * Int64(out_stride) + Int64(channel)) * 2, *stored)
+                    rounds = cutlass.const_expr(self.c.staged // 8)
+                    for i in cutlass.range_constexpr(0, rounds, AT_ONCE):
+                        local = [thread // 16 + j * 8 for j in range(i, min(i + AT_ONCE, rounds))]
+                        found = [self.down_words(staged, room, p, one, chunk) for one in local]
+                        for one, (words, pair) in zip(local, found, strict=True):
+                            if p * self.c.staged + one < count:
+                                row = out + Int64(pair) * Int64(out_stride) * 2
+                                ptx.stg128(row + Int64(channel) * 2, *words)
                 self.meet(group)
+
+    @cute.jit
+    def down_words(self, staged: Int32, room: Int32, p: cutlass.Constexpr, local: Int32, chunk: Int32):
+        """A thread's words of a staged token, and the token's pair."""
+        words = ptx.lds128(staged + local * self.c.row_bytes + chunk * 16)
+        return words, ptx.lds32(room + (p * self.c.staged + local) * 8)
 
     @cute.jit
     def stage_down(

@@ -25,48 +25,62 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import layout, ptx
 from ..activation import SILU, Activation
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BLOCKS, GROUPS, MOST_TOKENS, TOKEN_BYTES, Feed, FeedConfig
+from .feed import BLOCKS, DEPTH, GROUPS, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
 
 THREADS = 128 * (GROUPS + 1)
-STEPS = 8  # products of a warpgroup in a stage: four along K for each of its two 64-row operands
-FLYING = 3  # products under way while the next operand is rebuilt
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+# Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
+# most what the CTA starts with, which is 168 and 80 a thread.
+REGISTERS = {1: (224, 56), 2: (104, 24)}
+# Of a CTA, by the CTAs that share a multiprocessor, less what aligning the ring can take.
+SHARED_BYTES = {1: 232448 - 1024, 2: 233472 // 2 - 2048}
 
 
 @dataclass(frozen=True)
 class WideConfig:
-    """What one compiled program of this kernel depends on."""
+    """What one compiled program of this kernel depends on. `tokens`: most of a work tile; `per_sm`: CTAs that
+    share a multiprocessor."""
 
     gated: bool
     native: bool
     topk: int
-    stages: int = 7
+    tokens: int = 128
+    stages: int = 4
+    per_sm: int = 1
     activation: Activation = SILU
     capacity: int = 1024
     wide_ids: bool = False
     mapped: bool = False
-    fence: bool = True
 
     @property
     def route(self) -> RouteConfig:
-        return RouteConfig(self.capacity, MOST_TOKENS, self.wide_ids, self.mapped, 0)
+        return RouteConfig(self.capacity, self.tokens, self.wide_ids, self.mapped, 0)
 
     @property
     def feed(self) -> FeedConfig:
-        return FeedConfig(self.gated, self.native, self.stages, self.topk, self.fence)
+        return FeedConfig(self.gated, self.native, self.topk, self.tokens, self.stages)
 
     @property
     def epilogue(self) -> WideEpilogueConfig:
-        return WideEpilogueConfig(self.gated, self.activation)
+        """Stages as many tokens at a time as there is room for."""
+        for parts in range(1, self.tokens // 16 + 1):
+            staged = self.tokens // parts
+            if self.tokens % parts == 0 and staged % 16 == 0:
+                found = WideEpilogueConfig(self.gated, self.tokens, staged, self.activation)
+                if self.ring_bytes + GROUPS * found.shared_bytes <= SHARED_BYTES[self.per_sm]:
+                    return found
+        raise ValueError(f"{self} needs more than {SHARED_BYTES[self.per_sm]} bytes of shared memory")
+
+    @property
+    def ring_bytes(self) -> int:
+        """The ring and the queues of exceptions."""
+        return self.feed.shared_bytes + 4 * GROUPS * 32 * QUEUE_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """Beside the tokens: weights, barriers, queues of exceptions, what the epilogue needs."""
-        queues = 4 * GROUPS * 32 * QUEUE_BYTES
-        return self.feed.shared_bytes + queues + GROUPS * self.epilogue.shared_bytes
+        return self.ring_bytes + GROUPS * self.epilogue.shared_bytes
 
 
 class WideGemm:
@@ -90,7 +104,8 @@ class WideGemm:
         self.kernel(
             x, x_stride, tiles, bases, slices, starts, records, dense, alpha, entries, pairs, router, out,
             out_stride, row_blocks, k_tiles,
-        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
+                 min_blocks_per_mp=self.c.per_sm, preferred_smem_carveout=100)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -105,9 +120,7 @@ class WideGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tid % 32
         memory = cutlass.memory.SmemAllocator()
-        held = memory.allocate_array(Uint32, c.stages * MOST_TOKENS * TOKEN_BYTES // 4, byte_alignment=1024)
-        tokens = Int32(held.toint())
-        base = Int32(memory.allocate_array(Uint32, c.shared_bytes // 4, byte_alignment=128).toint())
+        base = Int32(memory.allocate_array(Uint32, c.shared_bytes // 4, byte_alignment=1024).toint())
         self.feed.init_barriers(base, tid)
         cute.arch.sync_threads()
         if cutlass.const_expr(c.gated):
@@ -117,24 +130,24 @@ class WideGemm:
         m_tiles = (row_blocks + (BLOCKS - 1)) // BLOCKS
         total = self.route.count(entries) * m_tiles
         if warp >= 4 * GROUPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS[c.per_sm][1])
             if cutlass.const_expr(not c.gated):
                 ptx.wait_for_predecessor()
             self.feed.run(
-                base, tokens, x, x_stride, tiles, entries, pairs, row_blocks, k_tiles,
+                base, x, x_stride, tiles, entries, pairs, row_blocks, k_tiles,
                 m_tiles, total, bid, grid, tid - 128 * GROUPS,
             )  # fmt: skip
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS[c.per_sm][0])
             weights = (bases, slices, starts, records, dense, alpha, row_blocks, k_tiles)
             target = (pairs, router, out, out_stride)
-            self.consume(base, tokens, entries, weights, target, m_tiles, total, bid, grid, warp, lane)
+            self.consume(base, entries, weights, target, m_tiles, total, bid, grid, warp, lane)
 
     # ---- consumers -------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
-        self, base: Int32, tokens: Int32, entries: Int64, weights: tuple, target: tuple, m_tiles: Int32,
+        self, base: Int32, entries: Int64, weights: tuple, target: tuple, m_tiles: Int32,
         total: Int32, bid: Int32, grid: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
         c = self.c
@@ -146,7 +159,8 @@ class WideGemm:
         tile = Int32(bid)
         self.look_ahead(ahead, entries, weights, m_tiles, total, tile, warp, lane)
         self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
-        steps = Int32(0)
+        begun = Int32(0)
+        stages = (k_tiles + (DEPTH - 1)) // DEPTH
         while tile < total:
             entry = tile // m_tiles
             m_tile = tile - entry * m_tiles
@@ -162,11 +176,11 @@ class WideGemm:
                 block = Int32(-1)
             if m_tile * BLOCKS + group * 4 < row_blocks:
                 place = (expert, block, first, count, m_tile, group, warp, lane)
-                self.tile(base, tokens, weights, target, queues, room, now, ahead, place, steps)
+                self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
-                self.feed.skip(base, steps, k_tiles, lane)
+                self.feed.skip(base, begun, stages, lane)
                 self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
-            steps += k_tiles
+            begun += stages
 
     def ahead(self) -> tuple:
         """What is known of a tile before it starts: first slice, its bases, exceptions, expert's origins."""
@@ -202,17 +216,17 @@ class WideGemm:
 
     @cute.jit
     def tile(
-        self, base: Int32, tokens: Int32, weights: tuple, target: tuple,
-        queues: Int32, room: Int32, now: tuple, ahead: tuple, place: tuple, steps: Int32,
+        self, base: Int32, weights: tuple, target: tuple, queues: Int32, room: Int32, now: tuple,
+        ahead: tuple, place: tuple, begun: Int32,
     ):  # fmt: skip
-        """One tile of products from the ring to memory."""
+        """One tile of products, from the ring to memory."""
         c = self.c
         bases, slices, starts, records, dense, alpha, row_blocks, k_tiles = weights
         expert, block, first, count, m_tile, group, warp, lane = place
         width = (count + (ptx.STEP - 1)) // ptx.STEP
-        acc = tuple(cute.make_rmem_tensor(MOST_TOKENS // 2, Float32) for _ in range(2))
-        for m in cutlass.range_constexpr(2):
-            acc[m].fill(0.0)
+        acc = tuple(cute.make_rmem_tensor(c.tokens // 2, Float32) for _ in range(2))
+        for part in acc:
+            part.fill(0.0)
         addressed = self.epilogue.address(target, first, count, group, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
         info, base_words, exceptions, origins = now
@@ -222,79 +236,120 @@ class WideGemm:
         queue = cute.make_rmem_tensor((2, 1), Int32)
         dense_rows = cute.make_rmem_tensor(1, Int64)
         dense_rows.fill(Int64(0))
-        heads.fill(Uint32(0))
-        queue.fill(Int32(0))
-        any_dense = cute.make_rmem_tensor(1, Int32)
-        any_dense.fill(Int32(0))
-        self.slices.load_info(next_info, slices, expert * row_blocks, block, Int32(1), Int32(0), k_tiles)
-        exceptional = (info, next_info, exceptions, heads, queue, dense_rows, any_dense)
-        fixed = (
-            base,
-            slices,
-            records,
-            dense,
-            origins,
-            expert * row_blocks,
-            block,
-            k_tiles,
-            queues,
-            warp,
-            lane,
-        )
-        slot = steps % c.stages
-        phase = (steps // c.stages) & 1
-        before = slot
-        leader = Uint32(lane == 0)
-        for k in cutlass.range(k_tiles, unroll=1):
-            scales, words = self.bring(k, slot, phase, bases2, exceptional, fixed)
-            b = ptx.rows_descriptor(tokens + slot * (MOST_TOKENS * TOKEN_BYTES))
-            for m in cutlass.range_constexpr(2):
-                warpgroup.wait_group(1)
-                if cutlass.const_expr(m == 1):
-                    self.feed.release(base, before, leader & Uint32(k > 0))
-                a = []
-                for s in cutlass.range_constexpr(4):
-                    a.extend(self.dequant.fragment(words[m][s], scales[m]))
-                warpgroup.fence()
-                after = ptx.products_of_64(
-                    [acc[m][i] for i in range(MOST_TOKENS // 2)], a, b, width, MOST_TOKENS // ptx.STEP
-                )
-                for i in cutlass.range_constexpr(MOST_TOKENS // 2):
-                    acc[m][i] = after[i]
-            before = slot
-            slot += 1
-            if slot == c.stages:
-                slot = Int32(0)
-                phase = phase ^ 1
-        self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
-        warpgroup.wait_group(0)
-        self.feed.release(base, before, leader)
-        self.epilogue.store(
-            acc, width, alphas, addressed, target, room, first, count, m_tile, group, row_blocks, warp, lane
-        )
-
-    @cute.jit
-    def bring(self, k: Int32, slot: Int32, phase: Int32, bases2: tuple, exceptional: tuple, fixed: tuple):
-        """From the ring: the warp's scales and packed weights of step k."""
-        info, next_info, exceptions, heads, queue, dense_rows, any_dense = exceptional
-        base, slices, records, dense, origins, origin, block, k_tiles, queues, warp, lane = fixed
-        inside = k % layout.SLICE_TILES
-        if inside == 0:
-            any_dense[0] = self.slices.start_slice(
+        origin = expert * row_blocks
+        self.slices.load_info(next_info, slices, origin, block, Int32(1), Int32(0), k_tiles)
+        raw = cute.make_rmem_tensor(9, Uint32)
+        at = cute.make_rmem_tensor(4, Int32)  # tile, stage's slot, its phase, slot of the stage before
+        at[0] = Int32(0)
+        at[1] = begun % c.stages
+        at[2] = (begun // c.stages) & 1
+        at[3] = at[1]
+        self.feed.wait(base, at[1], at[2])
+        self.fetch(raw, base, at, warp, lane)
+        while at[0] < k_tiles:
+            any_dense = self.slices.start_slice(
                 info, info, exceptions, heads, queue, dense_rows, dense, origins[1], queues, Int32(0), lane
             )
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
             self.slices.load_exceptions(exceptions, info, origins[0], records, lane)
-            visit = k // layout.SLICE_TILES + 2
+            visit = at[0] // layout.SLICE_TILES + 2
             self.slices.load_info(next_info, slices, origin, block, visit, Int32(0), k_tiles)
-        at = self.feed.wait(base, slot, phase, warp)
-        sv0, sv1 = self.dequant.scales(at, bases2[0], bases2[1], lane)
-        if any_dense[0] != 0:
-            sv0, sv1 = self.dequant.dense_scales(at, lane, dense_rows[0], inside)
+            stop = cutlass.min(at[0] + layout.SLICE_TILES, k_tiles)
+            scaling = (bases2, heads, queue, dense_rows, any_dense)
+            while at[0] < stop:
+                self.step(base, acc, width, raw, at, k_tiles, scaling, warp, lane)
+        self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
+        warpgroup.wait_group(0)
+        self.feed.release(base, at[3], Uint32(lane == 0))
+        self.epilogue.store(
+            acc, width, alphas, addressed, target, room, first, count, m_tile, group, row_blocks, warp, lane
+        )
+
+    @cute.jit
+    def fetch(self, raw: cute.Tensor, base: Int32, at: cute.Tensor, warp: Int32, lane: Int32):
+        """The lane's packed weights and codes of a tile in the ring."""
+        address = self.tile_in_ring(base, at, warp)
+        for m in cutlass.range_constexpr(2):
+            found = ptx.lds128(address + m * 512 + lane * 16)
+            for i in cutlass.range_constexpr(4):
+                raw[m * 4 + i] = found[i]
+        raw[8] = self.dequant.codes(address, lane)
+
+    @cute.jit
+    def tile_in_ring(self, base: Int32, at: cute.Tensor, warp: Int32):
+        return self.feed.weights(base, at[1], warp) + (at[0] & (DEPTH - 1)) * self.c.feed.tile_bytes
+
+    @cute.jit
+    def operand(self, words: list, scale: Uint32):
+        """16 rows of 64 columns, in the registers of four A fragments."""
+        a = []
+        for word in words:
+            a.extend(self.dequant.fragment(word, scale))
+        return a
+
+    @cute.jit
+    def multiply(self, acc: cute.Tensor, a: list, b, width: Int32):
+        """Issues acc + a @ b as one group."""
+        size = cutlass.const_expr(cute.size(acc))
+        warpgroup.fence()
+        after = ptx.products_of_64([acc[i] for i in range(size)], a, b, width, self.c.tokens // ptx.STEP)
+        for i in cutlass.range_constexpr(size):
+            acc[i] = after[i]
+
+    @cute.jit
+    def step(
+        self, base: Int32, acc: tuple, width: Int32, raw: cute.Tensor, at: cute.Tensor, k_tiles: Int32,
+        scaling: tuple, warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        """Issues the products of a tile, 64 columns; meanwhile the next one is fetched into `raw`.
+
+        This is the only place where products are issued: ptxas gives every place registers of its own.
+        """
+        tile, slot = at[0], at[1]
+        inside = tile & (DEPTH - 1)
+        sv = self.scales(raw[8], self.tile_in_ring(base, at, warp), tile, scaling, lane)
+        b = ptx.rows_descriptor(self.feed.token_rows(base, slot, inside))
+        later = cute.make_rmem_tensor(9, Uint32)
+        for m in cutlass.range_constexpr(2):
+            # The registers of two groups ago are free; so is the stage before this one, once the first
+            # group of this one is the only one left.
+            warpgroup.wait_group(1)
+            if cutlass.const_expr(m == 1):
+                self.feed.release(base, at[3], Uint32(lane == 0) & Uint32(inside == 0) & Uint32(tile > 0))
+            self.multiply(acc[m], self.operand([raw[m * 4 + i] for i in range(4)], sv[m]), b, width)
+            if cutlass.const_expr(m == 0):
+                self.advance(base, at, tile + 1, k_tiles)
+                self.fetch(later, base, at, warp, lane)
+        for i in cutlass.range_constexpr(9):
+            raw[i] = later[i]
+        at[3] = slot
+
+    @cute.jit
+    def advance(self, base: Int32, at: cute.Tensor, tile: Int32, k_tiles: Int32):
+        """To the next tile, once it is there; behind the last one, the stage stays and nothing is used."""
+        slot = at[1]
+        phase = at[2]
+        if (tile & (DEPTH - 1)) == 0 and tile < k_tiles:
+            slot += 1
+        if slot == self.c.stages:
+            slot = Int32(0)
+            phase = phase ^ 1
+        at[0] = tile
+        at[1] = slot
+        at[2] = phase
+        self.feed.wait(base, slot, phase)
+
+    @cute.jit
+    def scales(self, codes: Uint32, address: Int32, tile: Int32, scaling: tuple, lane: Int32):
+        """The lane's scales of a tile: bf16 pairs of its two fragments."""
+        bases2, heads, queue, dense_rows, any_dense = scaling
+        inside = tile & (layout.SLICE_TILES - 1)
+        sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
+        if any_dense != 0:
+            sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
         bound = Uint32(inside + 1) << Uint32(26)
         sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch(
             sv0, sv1, heads[0], queue[0, 0], queue[1, 0], bound
         )
-        words = (ptx.lds128(at + lane * 16), ptx.lds128(at + 512 + lane * 16))
-        return (sv0, sv1), words
+        return sv0, sv1

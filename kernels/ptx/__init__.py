@@ -18,6 +18,9 @@ from .arithmetic import (
     float_bits as float_bits,
 )
 from .arithmetic import (
+    match_any as match_any,
+)
+from .arithmetic import (
     max_nan as max_nan,
 )
 from .arithmetic import (
@@ -105,6 +108,9 @@ from .global_memory import (
     ldg64 as ldg64,
 )
 from .global_memory import (
+    ldg64_once as ldg64_once,
+)
+from .global_memory import (
     ldg128 as ldg128,
 )
 from .global_memory import (
@@ -118,6 +124,9 @@ from .global_memory import (
 )
 from .global_memory import (
     release32 as release32,
+)
+from .global_memory import (
+    stg8 as stg8,
 )
 from .global_memory import (
     stg16 as stg16,
@@ -154,6 +163,9 @@ from .shared_memory import (
 )
 from .shared_memory import (
     lds_target as lds_target,
+)
+from .shared_memory import (
+    or_shared as or_shared,
 )
 from .shared_memory import (
     store_transposed2 as store_transposed2,

@@ -98,3 +98,10 @@ def mma_m16n8k16(acc, a, b, *, loc=None, ip=None):
     )
     r = asm(struct(T.f32(), 4), operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False, loc, ip)
     return tuple(Float32(llvm.extractvalue(T.f32(), r, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def match_any(value, *, loc=None, ip=None):
+    """The lanes of the whole warp that have this lane's value, one bit each."""
+    text = "match.any.sync.b32 $0, $1, 0xffffffff;"
+    return Uint32(asm(T.i32(), [word(value, loc, ip)], text, "=r,r", True, loc, ip))

@@ -37,6 +37,21 @@ def ldg64(address, *, loc=None, ip=None):
     return words(r, 2, loc, ip)
 
 
+@dsl_user_op
+def ldg64_once(address, *, loc=None, ip=None):
+    """As `ldg64`, of what nobody writes during the launch and this SM reads once: not kept in L1."""
+    r = asm(
+        struct(T.i32(), 2),
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        "ld.global.nc.L1::no_allocate.v2.b32 {$0,$1}, [$2];",
+        "=r,=r,l",
+        True,
+        loc,
+        ip,
+    )
+    return words(r, 2, loc, ip)
+
+
 def _scalar_load(text: str):
     @dsl_user_op
     def load(address, *, loc=None, ip=None):
@@ -122,6 +137,13 @@ def stg16(address, value, *, loc=None, ip=None):
         loc,
         ip,
     )
+
+
+@dsl_user_op
+def stg8(address, value, *, loc=None, ip=None):
+    """The low byte of a word."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), word(value, loc, ip)]
+    asm(None, operands, "st.global.b8 [$0], $1;", "l,r", True, loc, ip)
 
 
 @dsl_user_op

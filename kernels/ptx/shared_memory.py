@@ -130,6 +130,13 @@ def atom_add_shared(address, value, *, loc=None, ip=None):
     return Uint32(asm(T.i32(), operands, "atom.shared.add.u32 $0, [$1], $2;", "=r,r,r", True, loc, ip))
 
 
+@dsl_user_op
+def or_shared(address, value, *, loc=None, ip=None):
+    """Sets bits of a word of shared memory."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), word(value, loc, ip)]
+    asm(None, operands, "red.shared.or.b32 [$0], $1;", "r,r", True, loc, ip)
+
+
 def _stmatrix(count: int):
     """Stores `count` 8x8 matrices of 16-bit elements transposed.
 

@@ -11,25 +11,42 @@ _ROWS_OF_128 = (1 << 62) | (64 << 32) | (1 << 16)
 STEP = 16  # tokens by which the width of a product grows
 
 
+def _products(width: int, steps: int, a: int) -> str:
+    acc = ",".join(f"${i}" for i in range(width * STEP // 2))
+    text = ""
+    for step in range(steps):
+        registers = ",".join(f"${a + 4 * step + i}" for i in range(4))
+        text += (
+            f"wgmma.mma_async.sync.aligned.m64n{width * STEP}k16.f32.bf16.bf16 "
+            f"{{{acc}}}, {{{registers}}}, d{step}, one, 1, 1, 0;\n"
+        )
+    # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
+    return text + "wgmma.commit_group.sync.aligned;\n"
+
+
 def _choose(low: int, high: int, steps: int, a: int) -> str:
     """Branches to the products whose width is the selector's; labels are local to the block."""
     if low == high:
-        acc = ",".join(f"${i}" for i in range(low * STEP // 2))
-        products = ""
-        for step in range(steps):
-            registers = ",".join(f"${a + 4 * step + i}" for i in range(4))
-            products += (
-                f"wgmma.mma_async.sync.aligned.m64n{low * STEP}k16.f32.bf16.bf16 "
-                f"{{{acc}}}, {{{registers}}}, d{step}, one, 1, 1, 0;\n"
-            )
-        # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
-        return products + "wgmma.commit_group.sync.aligned;\nbra.uni DONE;\n"
+        return _products(low, steps, a) + "bra.uni DONE;\n"
     middle = (low + high + 1) // 2
     return (
         f"setp.ge.s32 p, ${a + 4 * steps + 1}, {middle};\n@p bra.uni FROM{middle}_{high};\n"
         + _choose(low, middle - 1, steps, a)
         + f"FROM{middle}_{high}:\n"
         + _choose(middle, high, steps, a)
+    )
+
+
+def _choose_widest_first(most: int, steps: int, a: int) -> str:
+    """As `_choose`; the widest, where time counts most, is reached without a jump."""
+    if most == 1:
+        return _products(most, steps, a)
+    return (
+        f"setp.lt.s32 p, ${a + 4 * steps + 1}, {most};\n@p bra.uni LESS;\n"
+        + _products(most, steps, a)
+        + "bra.uni DONE;\nLESS:\n"
+        + _choose(1, most - 1, steps, a)
+        + "DONE:\n"
     )
 
 
@@ -44,8 +61,8 @@ def products_of_64(acc, a, descriptor, width, most: int, *, loc=None, ip=None):
     """Issues `acc + a @ b` as one group, without waiting.
 
     acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
-    `rows_descriptor`; `width`: how many times 16 columns to compute. One width is chosen at run time,
-    inside the block, so that all of them use the same registers.
+    `rows_descriptor`; `width`: how many times 16 columns to compute, 1 to `most`. One width is
+    chosen at run time, inside the block, so that all of them use the same registers.
     """
     count, steps = most * STEP // 2, len(a) // 4
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
@@ -55,7 +72,7 @@ def products_of_64(acc, a, descriptor, width, most: int, *, loc=None, ip=None):
     text = "{ .reg .pred p, one;\nsetp.eq.u32 one, 1, 1;\n"
     for step in range(steps):
         text += f".reg .b64 d{step};\nadd.s64 d{step}, ${first + 4 * steps}, {2 * step};\n"
-    text += _choose(1, most, steps, first) + "DONE: }"
+    text += _choose_widest_first(most, steps, first) + "}"
     constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (4 * steps) + ["l", "r"])
     result = asm(struct(T.f32(), count), operands, text, constraints, True, loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]

@@ -8,7 +8,6 @@ from vllm_csf.kernels.activation import SILU, Activation
 pytest.importorskip("cutlass")
 
 from vllm_csf.kernels.moe import programs
-from vllm_csf.kernels.moe.decode import compile_decode, decode_config
 
 SHARED_LIMIT = {
     "sm_80": 163,
@@ -34,10 +33,10 @@ def geometry(arch: str, native: bool = False, **changes) -> programs.Geometry:
 def test_programs_compile(arch, native):
     g = geometry(arch, native)
     for choice in programs.choices(g):
-        config = decode_config(g, choice)
+        program = programs.declared(g, choice)
         for gated in (True, False):
-            assert config.gemm(gated).shared_bytes <= SHARED_LIMIT[arch] * 1024
-        assert callable(compile_decode(config, arch))
+            assert program.config.gemm(gated).shared_bytes <= SHARED_LIMIT[arch] * 1024
+        assert callable(program.compile())
 
 
 @pytest.mark.slow
@@ -53,8 +52,15 @@ def test_programs_compile(arch, native):
 )
 def test_variants_compile(changes):
     g = geometry("sm_90a", **changes)
-    choice = programs.choices(g)[1]
-    assert callable(compile_decode(decode_config(g, choice), "sm_90a"))
+    options = programs.choices(g)
+    for choice in (options[1], options[-1]):
+        assert callable(programs.declared(g, choice).compile())
+
+
+def test_prefill_is_for_hopper_alone():
+    kinds = {arch: {o.kind for o in programs.choices(geometry(arch))} for arch in SHARED_LIMIT}
+    assert kinds.pop("sm_90a") == {"decode", "prefill"}
+    assert set(map(frozenset, kinds.values())) == {frozenset({"decode"})}
 
 
 @pytest.mark.parametrize("experts", [4, 64, 512])
@@ -65,4 +71,5 @@ def test_every_token_count_has_a_program_that_can_take_it(experts, topk):
     for tokens in range(1, options[-1].tokens + 1):
         choice = programs.choice_for(options, tokens)
         assert choice.tokens >= tokens
-        assert not choice.own_pairs or tokens * topk <= choice.own_pairs
+        own_pairs = choice.own_pairs if choice.kind == "decode" else 0
+        assert not own_pairs or tokens * topk <= own_pairs

@@ -187,11 +187,11 @@ def test_a_draft_of_the_same_geometry_declares_nothing_new(no_device, no_compile
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 def test_calls_take_the_declared_program_and_no_more_scratch(no_device, no_compiler, ids):
     ledger = Ledger()
-    execution, ready = served_layer(ledger, "layer", tokens=3000)
+    execution, ready = served_layer(ledger, "layer", tokens=9000)
     resident = ready()
     plan, scratch = execution._served.plan, ledger.scratch(CPU)
     buffer = scratch.take(0).untyped_storage().data_ptr()
-    for tokens in (0, 1, 2, 3, 8, 9, 100, plan.piece, plan.piece + 1, 3000):
+    for tokens in (0, 1, 2, 3, 8, 9, 100, plan.piece, plan.piece + 1, 9000):
         no_compiler.clear()
         assert call(execution, resident, ledger, tokens, ids=ids).shape == (tokens, HIDDEN)
         assert sum(count for _, count in no_compiler) == tokens
@@ -223,8 +223,8 @@ def test_a_call_before_the_programs_are_there_is_refused(no_device):
 
 
 def test_a_step_that_no_plan_has_is_refused():
-    with pytest.raises(UndeclaredProgramError, match="2000 tokens is not declared by plan 1"):
-        plan_of(8192).step_for(2000)
+    with pytest.raises(UndeclaredProgramError, match="9000 tokens is not declared by plan 1"):
+        plan_of(16384).step_for(9000)
 
 
 def test_reload_keeps_programs(no_device, no_compiler, caplog):
