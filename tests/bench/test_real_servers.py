@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -86,5 +87,5 @@ def test_native_scales_are_served(checkpoint, tmp_path):
     assert cli.main(["make-example", str(model), "--family", "glm4-moe", "--no-weights"]) == 0
     assert cli.main(["bench", "serve", str(model), *short, *flags]) == 0
     (start,) = json.loads(out.read_text())["starts"]
-    assert "resident (100" in start["plugin"][0]
+    assert re.search(r"resident \(10[0-2]\.\d %\)", start["plugin"][0])  # with the offsets of small planes
     assert "execution reference, native scales" in start["plugin"][0]

@@ -189,7 +189,9 @@ def charts(record: dict[str, Any]) -> list[Chart]:
             }
             out.append(Chart(title, "requests at a time", MEASURES[measure][0], series))
         gains = {f"csf / {base}": _gains(mine, base) for base in arms if base != "csf"}
-        out.append(Chart(f"{title}: gain", "requests at a time", "output tokens/s", gains, reference=1.0))
+        out.append(
+            Chart(f"{title}: gain", "requests at a time", "times the output tokens/s", gains, reference=1.0)
+        )
     return out
 
 
