@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +104,7 @@ def world(monkeypatch) -> World:
             return {
                 "duration": 2.0,
                 "completed": int(given["--num-prompts"]),
+                "total_input_tokens": 64,
                 "total_output_tokens": 100,
                 "output_throughput": tokens,
                 "median_ttft_ms": 5.0,
@@ -236,6 +239,16 @@ def test_interrupted_it_stops_all_servers_and_keeps_the_record(world, tmp_path, 
     assert world.diary[-1] == "client ends"
     assert len(records.read(out, "serve")["windows"]) == 3
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_when_time_is_up_no_window_begins(world, monkeypatch, together):
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    record = measure(wanted(together=together, rounds=1000, duration=95.0))
+    assert 0 < len(record["windows"]) < 10
+    assert not record["failures"]
+    assert not world.up
 
 
 def test_the_report_compares_within_rounds(world):

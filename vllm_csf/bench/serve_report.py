@@ -125,6 +125,7 @@ def _ratios(record: dict[str, Any], arms: Sequence[str]) -> list[Table]:
 def notes(record: dict[str, Any]) -> list[str]:
     """Where and how it was measured, and what there is to hold against it."""
     about, settings = record["machine"], record["settings"]
+    rounds = len({row["round"] for row in record["windows"]})
     gpus = about.get("gpus") or [{}]
     versions = ", ".join(f"{k} {v}" for k, v in about.get("versions", {}).items() if v)
     lines = [
@@ -132,7 +133,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         + (f", driver {gpus[0]['driver']}" if "driver" in gpus[0] else "")
         + f"; commit {record['commit']}; {versions}.",
         f"Checkpoint {record['checkpoint']['name']}, SHA-256 {record['checkpoint'].get('sha256', '')[:16]}.",
-        f"{settings['rounds']} rounds of {settings['repeats']} windows, "
+        f"{rounds} rounds of {settings['repeats']} windows, "
         + ("all servers up at once" if settings["together"] else "a server at a time")
         + f", {settings['waves']} requests for each that runs at a time, temperature "
         f"{settings['temperature']:g}, no prefix caching.",

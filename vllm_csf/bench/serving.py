@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import signal
 import tempfile
 import time
@@ -51,7 +52,8 @@ class Wanted:
 
     speculations: some of `OFF` and `MTP`; synthetic_acceptance: tokens a verified draft yields, made up;
     rounds: how often each arm has its turn; repeats: windows of a load in a turn; waves: requests of a
-    window for each that runs at a time; together: all arms' servers run side by side.
+    window for each that runs at a time; together: all arms' servers run side by side; duration: no window
+    begins after so many seconds.
     """
 
     checkpoint: str
@@ -65,6 +67,7 @@ class Wanted:
     waves: int = 4
     temperature: float = 0.0
     together: bool = False
+    duration: float | None = None
     start_seconds: float = 900.0
     commit: str = "unknown"
     skipped: dict[str, str] = field(default_factory=dict)
@@ -131,6 +134,7 @@ class _Session:
         self._numbers = itertools.count()
         self._lost: set[tuple[str, str]] = set()
         self._cpu = not has_cuda()
+        self._end = time.monotonic() + (math.inf if wanted.duration is None else wanted.duration)
 
     def begin(self, about: dict[str, Any]) -> None:
         w = self.wanted
@@ -162,14 +166,20 @@ class _Session:
                     self._together(speculation)
                 return
             for number in range(self.wanted.rounds):
+                if self._over:
+                    break
                 for speculation in self.wanted.speculations:
                     for subject in _turn(self.wanted.subjects, number):
                         self._alone(number, speculation, subject)
 
+    @property
+    def _over(self) -> bool:
+        return time.monotonic() >= self._end
+
     # ---- orders ----------------------------------------------------------------------------------
 
     def _alone(self, number: int, speculation: str, subject: Subject) -> None:
-        if (subject.name, speculation) in self._lost:
+        if (subject.name, speculation) in self._lost or self._over:
             return
         with contextlib.ExitStack() as stack:
             running = self._start(stack, number, speculation, [subject])
@@ -182,6 +192,8 @@ class _Session:
         with contextlib.ExitStack() as stack:
             running = self._start(stack, 0, speculation, self.wanted.subjects)
             for number in range(self.wanted.rounds):
+                if self._over:
+                    break
                 for load in self.wanted.loads:
                     for repeat in range(self.wanted.repeats):
                         for one in _turn(running, number):
@@ -258,7 +270,7 @@ class _Session:
     # ---- windows ---------------------------------------------------------------------------------
 
     def _window(self, one: _Running, number: int, repeat: int, load: Load) -> None:
-        if (one.subject.name, one.speculation) in self._lost:
+        if (one.subject.name, one.speculation) in self._lost or self._over:
             return
         where = {
             "round": number,
@@ -331,6 +343,7 @@ def figures(result: dict[str, Any], spent: observe.Counters) -> dict[str, Any]:
     acceptance = spent.acceptance_length
     return {
         "seconds": round(seconds, 3),
+        "input_tokens": result["total_input_tokens"],
         "output_tokens": result["total_output_tokens"],
         "output_tok_s": round(result["output_throughput"], 2),
         "steps_s": round(spent.steps / seconds, 2),

@@ -136,6 +136,7 @@ def geometries_of(arguments: argparse.Namespace) -> list[LayerGeometry]:
 # ---- serve -----------------------------------------------------------------------------------------
 
 LOADS = ("64:128:1,8,32",)
+MOST_ROUNDS = 1000
 
 
 def loads(text: str) -> list[tuple[int, int, int]]:
@@ -182,7 +183,12 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPT:OUTPUT:CONCURRENCY,...",
         help=f"tokens of a request, and how many run at a time; repeatable (default: {LOADS[0]})",
     )
-    parser.add_argument("--rounds", type=positive, default=3, help="turns of each arm (default: 3)")
+    parser.add_argument(
+        "--rounds", type=positive, help="turns of each arm (default: 3, with --duration as many as fit)"
+    )
+    parser.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="begin no window later; starts are counted in"
+    )
     parser.add_argument(
         "--repeats", type=positive, default=1, help="windows of a load in a turn (default: 1)"
     )
@@ -226,7 +232,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         speculations=kinds.get(arguments.speculation, [arguments.speculation]),
         speculative_tokens=arguments.speculative_tokens,
         synthetic_acceptance=arguments.synthetic_acceptance,
-        rounds=arguments.rounds,
+        rounds=arguments.rounds or (3 if arguments.duration is None else MOST_ROUNDS),
+        duration=arguments.duration,
         repeats=arguments.repeats,
         waves=arguments.waves,
         temperature=arguments.temperature,
