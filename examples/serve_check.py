@@ -77,11 +77,13 @@ class Record:
         return cls(**(fields | {"answers": answers, "runs": {}, "ok": False}))
 
     def write(self, path: Path | None) -> None:
+        if path is not None:
+            path.write_text(_compact(asdict(self)) + "\n")
+
+    def show(self) -> None:
         """Prints all but the answers, which are many numbers."""
         fields = asdict(self)
         print(json.dumps({name: value for name, value in fields.items() if name != "answers"}, indent=1))
-        if path is not None:
-            path.write_text(_compact(fields) + "\n")
 
 
 def _compact(fields: dict[str, Any]) -> str:
@@ -232,8 +234,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     arguments = parse(words)
     record = Record.read(arguments.recheck) if arguments.recheck else serve(arguments)
+    record.write(arguments.record)  # what was answered is kept, should the comparison not come to its end
     record.judge(Reference(arguments.models[-1], record.dtype))
     record.write(arguments.record)
+    record.show()
     return 0 if record.ok else 1
 
 

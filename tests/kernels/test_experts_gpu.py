@@ -26,7 +26,7 @@ FORMS = (
     {"wide_ids": True},
     {"mapped": True, "global_experts": WORLD},
 )
-OTHER_ARCHITECTURES = ("sm_80", "sm_89", "sm_100a", "sm_120a")
+OTHER_ARCHITECTURES = ("sm_80", "sm_120a")
 
 
 def arch() -> str:
