@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from routed_reference import NONE, Decision, Flips, Reference, Routed
 
-# Added to the bounds, which are of first order in the error.
+# A token's bounds are raised by the least one, and cut off at the most.
 LEAST_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
+MOST_TOLERANCE = 0.7
 EXPLAINED_SHARE = 0.05  # of a run's tokens, at most
-OWN_TRIES, EARLIER_TRIES = 64, 256
+OWN_TRIES, EARLIER_TRIES = 64, 24
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ class _Explanation:
         best = int(routed.logprobs[position].argmax())
         return _Verdict(
             float(routed.logprobs[position, best]) - self._logprob(routed, token),
-            self._least + routed.lead_bound(position, best, chosen),
+            min(MOST_TOLERANCE, self._least + routed.lead_bound(position, best, chosen)),
             abs(self._logprob(routed, token) - self._answer.logprobs[token]),
-            self._least + routed.logprob_bound(position, chosen),
+            min(MOST_TOLERANCE, self._least + routed.logprob_bound(position, chosen)),
         )
 
     def _count(self, verdict: _Verdict) -> None:
@@ -161,6 +162,9 @@ class _Explanation:
         before = [k for k in range(token) if k not in self._lost]
         for turned in self._candidates(routed, flips, self._first + token):
             wanted = flips | {d.place for d in turned}
+            quick = self._verdict(self._reference.run(self._tokens, wanted, samples=0), token)
+            if not max(quick.regret, quick.difference) <= MOST_TOLERANCE:
+                continue
             found = self._reference.run(self._tokens, wanted)
             if all(self._verdict(found, k).agrees for k in (token, *before)):
                 return found, wanted, turned

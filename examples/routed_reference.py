@@ -1,29 +1,20 @@
-"""A mixture-of-experts model in float32 on the CPU whose routing can be looked at and changed.
+"""A mixture-of-experts model in float32 on the CPU whose routing and sensitivity are known.
 
 Hugging Face transformers computes; the routers are watched. Every routing decision is known by its margin:
 how much the last chosen expert beats the first one that was not chosen. `Reference.run` takes flips,
 decisions in which these two change places, and computes the model with them.
 
-**Which decisions arithmetic of less precision may turn.** A router computes z_e = w_e . h and chooses by
-s_e, a function of z_e. An error d of h moves the margin s_e - s_f by d . v, v = s'(z_e) w_e - s'(z_f) w_f.
-Rounding to nearest with unit roundoff u leaves a relative error that is about uniform, of root mean square
-0.42 u (over mantissas that are uniform themselves). Up to the router of layer l (from 0) a value has been
-rounded about m = 13 l + 11 times one after the other: stored embedding (1); in a layer norm, weights and
-outputs of q, k and v, rotation, softmax, attention, weights and outputs of its projection, residual, norm,
-router weights (11, of which the first layer's norm takes up the embedding); gate and up, activation, down,
-sum, residual and what else its experts do (the rest). The errors are independent, so they add as squares,
-and they point nowhere in particular, so the margin's error has the root mean square
-
-    sigma = 0.42 u sqrt(m) |v| rms(h)
-
-where rms(h) is 1 or so behind a norm, and a router whose logits are rounded adds 0.42 u of either.
-A decision counts as near-tied where its margin is below `SIGMAS` sigma. In float32 that is next to none.
-
-**How far log probabilities may be apart.** The same holds of the last layer's output and the head, after all
-layers: log p_t moves by d . v, v = w_t - sum over j of p_j w_j, and the lead of one token over another by
-d . (w_a - w_b). Where the model is sure, v is next to nothing, and so is the tolerance.
-Between transformers in bfloat16 and this, the root mean square of an error in sigmas is 0.8 to 1.2 for the
-margins and the log probabilities of the examples; tests hold it near one.
+**How far rounding moves things.** Rounding to nearest with unit roundoff u leaves a relative error that is
+about uniform, of root mean square 0.42 u (for mantissas that are uniform themselves). From one layer's input
+to the next, a value is rounded about 13 times one after the other: norm, weights and outputs of q, k and v,
+rotation, softmax, attention, weights and outputs of its projection, residual, norm, gate and up, down,
+residual. The errors are independent, so that they add as squares, and point nowhere in particular. They are
+therefore stood in for by noise of root mean square 0.42 u sqrt(13) |x| on what enters each layer and the
+last norm, |x| the root mean square of the token's residual stream, and of 0.42 u of each logit, of routers
+and of the head. The model is computed with it `SAMPLES` times more, by the same experts. The root mean
+square of what that moves, the margin of a decision or a log probability, is its sigma, and `SIGMAS` sigma
+the bound: a decision whose margin is below it is near-tied. In float32 that is next to none. A test compares
+sigma with the errors that transformers makes in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,9 +29,10 @@ from typing import Any
 
 import torch
 
-SIGMAS = 5.0
+SIGMAS = 4.0
+SAMPLES = 16
 ROOT_MEAN_SQUARE = 0.42  # of a rounding's relative error, in unit roundoffs
-ROUNDINGS_BEFORE, ROUNDINGS_A_LAYER = 11, 13
+ROUNDINGS_A_LAYER = 13
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
@@ -72,55 +64,40 @@ Flips = frozenset[tuple[int, int]]  # places whose decision is turned
 NONE: Flips = frozenset()
 
 
-def deviation(
-    unit: float, layers: int, directions: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
-    """The sigma of the module's text, [n], after `layers` layers. directions: v, [n, H]; hidden: h, [n, H];
-    logits: what of each logit the result contains, [n, any]."""
-    roundings = math.sqrt(ROUNDINGS_BEFORE + ROUNDINGS_A_LAYER * layers)
-    size = hidden.float().square().mean(-1).sqrt()
-    return (
-        ROOT_MEAN_SQUARE * unit * torch.hypot(roundings * directions.norm(dim=-1) * size, logits.norm(dim=-1))
-    )
-
-
 @dataclass(frozen=True)
 class Routed:
-    """What a run gave: logits [tokens, vocabulary] after each token, and all decisions."""
+    """What a run gave. logits: [1 + samples, tokens, vocabulary], the first of them without noise."""
 
     logits: torch.Tensor
     decisions: tuple[Decision, ...]
-    _hidden: torch.Tensor
-    _head: torch.Tensor
-    _layers: int
-    _unit: float
 
     @cached_property
-    def logprobs(self) -> torch.Tensor:
+    def _all(self) -> torch.Tensor:
         return self.logits.log_softmax(-1)
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """[tokens, vocabulary], without noise."""
+        return self._all[0]
 
     def logprob_bound(self, position: int, token: int) -> float:
         """How far rounding may move the log probability of a token."""
-        part = -self.logprobs[position].exp()
-        part[token] += 1
-        return self._bound(position, part)
+        return float(_bound(self._all[:, position, token]))
 
     def lead_bound(self, position: int, first: int, second: int) -> float:
         """How far rounding may move the lead of one token over another."""
-        part = torch.zeros(self.logits.shape[-1])
-        part[first] += 1
-        part[second] -= 1
-        return self._bound(position, part)
-
-    def _bound(self, position: int, part: torch.Tensor) -> float:
-        direction, hidden = (part @ self._head)[None], self._hidden[position][None]
-        logits = (part * self.logits[position])[None]
-        return SIGMAS * float(deviation(self._unit, self._layers, direction, hidden, logits))
+        return float(_bound(self.logits[:, position, first] - self.logits[:, position, second]))
 
     def near_ties(self, position: int, below: int = -1) -> list[Decision]:
         """Of a position, in layers deeper than `below`."""
         found = (d for d in self.decisions if d.position == position and d.layer > below)
         return [d for d in found if d.near_tied]
+
+
+def _bound(values: torch.Tensor) -> torch.Tensor:
+    """Of values without noise, then with: [1 + samples, ...] -> [...]. Zero where there are no samples."""
+    moved = values[1:] - values[0]
+    return SIGMAS * moved.square().sum(0).div(max(1, len(moved))).sqrt()
 
 
 class Reference:
@@ -129,89 +106,112 @@ class Reference:
     def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.dtype = dtype
-        self._unit = UNIT_ROUNDOFF[dtype]
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._error = ROOT_MEAN_SQUARE * UNIT_ROUNDOFF[dtype]
         self._routers = [m for name, m in self._model.named_modules() if name.endswith("mlp.gate")]
         if not self._routers:
             raise ValueError(f"{folder}: no module is named mlp.gate, expected a router in each layer")
 
-    def run(self, tokens: list[int], flips: Flips = NONE) -> Routed:
-        """Raises ValueError for a router that computes something else than is known here."""
+    def run(self, tokens: list[int], flips: Flips = NONE, samples: int = SAMPLES) -> Routed:
+        """samples: with none, there are no bounds and no near ties.
+
+        Raises ValueError for a router that computes something else than is known here.
+        """
         decisions: list[Decision] = []
-        with torch.no_grad(), self._watched(decisions, flips):
-            hidden = self._model.model(torch.tensor([tokens])).last_hidden_state[0]
-            head = self._model.lm_head.weight
-            logits = self._model.lm_head(hidden)
-        return Routed(logits, tuple(decisions), hidden, head.detach(), len(self._routers), self._unit)
+        noise = _Noise(self._error)
+        with torch.no_grad(), self._watched(decisions, flips, noise):
+            logits = noise.on_values(self._model(torch.tensor([tokens] * (1 + samples))).logits)
+        return Routed(logits, tuple(decisions))
 
     @contextmanager
-    def _watched(self, decisions: list[Decision], flips: Flips) -> Iterator[None]:
-        handles = [
-            router.register_forward_hook(self._hook(layer, decisions, flips))
-            for layer, router in enumerate(self._routers)
-        ]
+    def _watched(self, decisions: list[Decision], flips: Flips, noise: _Noise) -> Iterator[None]:
+        stream = [*self._model.model.layers, self._model.model.norm]
+        handles = [module.register_forward_pre_hook(noise.before, with_kwargs=True) for module in stream]
+        for layer, router in enumerate(self._routers):
+            handles.append(router.register_forward_hook(self._hook(layer, decisions, flips, noise)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, layer: int, decisions: list[Decision], flips: Flips) -> Callable:
+    def _hook(self, layer: int, decisions: list[Decision], flips: Flips, noise: _Noise) -> Callable:
         def hook(router: torch.nn.Module, inputs: tuple, output: tuple) -> tuple:
-            hidden = inputs[0].reshape(-1, inputs[0].shape[-1])
             logits, weights, ids = output
-            found = _Routing(router, hidden, logits)
-            found.check(weights, ids)
-            decisions.extend(found.decisions(layer, self._unit))
-            turned = [position for at, position in flips if at == layer]
-            if not turned:
-                return output
-            ids = found.turned(turned)
-            return logits, found.weights(ids).to(weights.dtype), ids
+            batch, count = inputs[0].shape[0], len(logits)
+            if inputs[0].dim() == 2:  # tokens of all samples, one after the other
+                batch = noise.batch
+            logits = noise.on_values(logits.reshape(batch, count // batch, -1))
+            found = _Routing(router, logits)
+            found.check(weights[: count // batch], ids[: count // batch])
+            decisions.extend(found.decisions(layer))
+            chosen = found.chosen([position for at, position in flips if at == layer])
+            return logits.flatten(0, 1), found.weights(chosen).flatten(0, 1), chosen.repeat(batch, 1)
 
         return hook
 
 
-class _Routing:
-    """What a router does, from its logits on. Softmax of the logits, or a sigmoid with a bias that only the
-    choice sees."""
+class _Noise:
+    """Of rounding, on all of a batch but its first sequence; the same in every run."""
 
-    def __init__(self, router: Any, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        self._router, self._hidden, self._logits = router, hidden, logits
-        bias = getattr(router, "e_score_correction_bias", None)
+    def __init__(self, error: float) -> None:
+        self._error = error
+        self._generator = torch.Generator().manual_seed(0)
+        self.batch = 0
+
+    def before(self, module: torch.nn.Module, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict]:
+        hidden, *others = inputs
+        self.batch = hidden.shape[0]
+        size = hidden.square().mean(-1, keepdim=True).sqrt() * math.sqrt(ROUNDINGS_A_LAYER)
+        return (self._added(hidden, size), *others), named
+
+    def on_values(self, values: torch.Tensor) -> torch.Tensor:
+        return self._added(values, values.abs())
+
+    def _added(self, values: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        noise = self._error * size * torch.randn(values.shape, generator=self._generator)
+        noise[0] = 0
+        return values + noise
+
+
+class _Routing:
+    """What a router does with its logits [1 + samples, tokens, experts]: softmax, or a sigmoid with a bias
+    that only the choice sees. What is chosen without noise counts for all samples."""
+
+    def __init__(self, router: Any, logits: torch.Tensor) -> None:
         if getattr(router, "num_group", 1) != 1:
             raise ValueError(f"num_group is {router.num_group}, expected 1")
+        bias = getattr(router, "e_score_correction_bias", None)
+        self._router = router
         self._values = logits.softmax(-1) if bias is None else logits.sigmoid()
         self._scores = logits if bias is None else self._values + bias
-        self._slopes = torch.ones_like(logits) if bias is None else self._values * (1 - self._values)
         # The last of the chosen ones, and the first of the others.
-        self._order = self._scores.topk(router.top_k + 1, dim=-1).indices
+        self._order = self._scores[0].topk(router.top_k + 1, dim=-1).indices
 
     def weights(self, ids: torch.Tensor) -> torch.Tensor:
-        found = self._values.gather(1, ids)
+        """[1 + samples, tokens, top k] of ids [tokens, top k]."""
+        found = self._values.gather(2, ids.expand(len(self._values), *ids.shape))
         if self._router.norm_topk_prob:
             found = found / found.sum(-1, keepdim=True)
         return found * getattr(self._router, "routed_scaling_factor", 1.0)
 
     def check(self, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        mine = self._order[:, :-1]
-        same = torch.equal(mine.sort(-1).values, ids.sort(-1).values)
-        if not same or not torch.allclose(self.weights(ids), weights, rtol=1e-5, atol=1e-7):
+        """Of the sequence without noise."""
+        same = torch.equal(self._order[:, :-1].sort(-1).values, ids.sort(-1).values)
+        if not same or not torch.allclose(self.weights(ids)[0], weights, rtol=1e-5, atol=1e-7):
             raise ValueError(f"{type(self._router).__name__} routes in a way that is not known here")
 
-    def turned(self, positions: list[int]) -> torch.Tensor:
+    def chosen(self, turned: list[int]) -> torch.Tensor:
+        """ids [tokens, top k]; those of the positions `turned` with the first rejected expert."""
         ids = self._order[:, :-1].clone()
-        ids[positions, -1] = self._order[positions, -1]
+        ids[turned, -1] = self._order[turned, -1]
         return ids
 
-    def decisions(self, layer: int, unit: float) -> Iterator[Decision]:
+    def decisions(self, layer: int) -> Iterator[Decision]:
         pairs = self._order[:, -2:]
-        scores, logits, slopes = (t.gather(1, pairs) for t in (self._scores, self._logits, self._slopes))
-        rows = slopes.unsqueeze(-1) * self._router.weight.float()[pairs]
-        directions = rows[:, 0] - rows[:, 1]
-        bounds = SIGMAS * deviation(unit, layer, directions, self._hidden, slopes * logits)
-        margins = scores[:, 0] - scores[:, 1]
-        rows_of = zip(pairs.tolist(), margins.tolist(), bounds.tolist(), strict=True)
-        for position, ((chosen, rejected), margin, bound) in enumerate(rows_of):
+        scores = self._scores.gather(2, pairs.expand(len(self._scores), *pairs.shape))
+        margins = scores[..., 0] - scores[..., 1]
+        found = zip(pairs.tolist(), margins[0].tolist(), _bound(margins).tolist(), strict=True)
+        for position, ((chosen, rejected), margin, bound) in enumerate(found):
             yield Decision(layer, position, chosen, rejected, margin, bound)
