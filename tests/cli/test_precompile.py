@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from vllm_csf.kernels.activation import SILU
+from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.cache import ProgramCache
 from vllm_csf.loaders.checkpoint import open_checkpoint
 
@@ -18,6 +20,13 @@ from vllm_csf.cli.precompile import plans_of
 from vllm_csf.planning import LayerFacts, Limits, geometry_of, make_plan
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 8, 128, 192, 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Nothing that another test loaded is taken for compiled."""
+    gc.collect()
+    build.reclaim()
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +98,6 @@ def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys
     flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet"]
     assert main(["precompile", str(folder), *flags]) == 0
     assert capsys.readouterr().out.startswith("2 programs compiled in ")
-    from vllm_csf.kernels.compiled import build
-
     from vllm_csf.startup import Startup
 
     build.reclaim()
