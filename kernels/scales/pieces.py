@@ -429,7 +429,7 @@ class Pieces:
     def write_exception(
         self, record: Uint32, owner: Int32, block: Int32, out: Int64, where: tuple, begin: Int32, end: Int32
     ):
-        """`record`: tile of the slice << 10 | fragment << 9 | half << 8 | byte; `owner`: the lane it is of."""
+        """`record`: tile of the slice << 10 | fragment << 9 | half << 8 | byte; `owner`: its lane."""
         w = self.w
         _, slice_, _, _, _ = where
         tile = Int32(record >> Uint32(10))
