@@ -129,12 +129,12 @@ def point(layer: Layer, program: Callable, routed: int, ctas: int) -> dict[str, 
     fresh = [torch.randperm(layer.experts, generator=generator)[:routed] for _ in range(SAMPLES)]
     table = torch.stack(fresh).int().cuda()
     routes, nothing = table[0].clone(), torch.full_like(table[0], -1)
-    outs = [
+    out13, out2 = (
         torch.empty(layer.experts, p.nbytes, dtype=torch.uint8, device="cuda") for p in layer.config.planes
-    ]
+    )
 
     def expand(ids: torch.Tensor) -> None:
-        decoder.run(program, layer.config, layer.w13, layer.w2, ids, *outs, ctas)
+        decoder.run(program, layer.config, layer.w13, layer.w2, ids, out13, out2, ctas)
 
     def copy_in(sample: int) -> None:
         routes.copy_(table[sample % SAMPLES])
