@@ -91,6 +91,20 @@ def can_sleep() -> bool:
     return bool(getattr(get_current_vllm_config().model_config, "enable_sleep_mode", False))
 
 
+def kv_cache_token_bytes() -> int:
+    """Bytes of this rank's KV cache for one token, in all attention layers; 0 where vLLM does not tell."""
+    config = get_current_vllm_config()
+    model, parallel = config.model_config, config.parallel_config
+    try:
+        heads = 1 if model.use_mla else 2 * model.get_num_kv_heads(parallel)
+        layers = model.get_num_layers_by_block_type(parallel, "attention")
+        kept = str(config.cache_config.cache_dtype)
+        size = 1 if kept.startswith("fp8") else torch.empty(0, dtype=model.dtype).element_size()
+        return int(heads * model.get_head_size() * layers * size)
+    except (AttributeError, TypeError, ValueError):
+        return 0
+
+
 def is_first_tensor_rank() -> bool:
     return get_tensor_model_parallel_rank() == 0
 

@@ -27,14 +27,21 @@ class Totals:
     resident: int = 0
     exceptions: int = 0
 
-    def line(self, scratch: int, execution: str) -> str:
+    def line(self, scratch: int, execution: str, token_bytes: int = 0) -> str:
+        """`token_bytes`: of the KV cache, for one token; 0: not known."""
         share = 100 * self.exceptions / max(1, self.native)
         ratio = 100 * self.resident / max(1, self.native)
         return (
             f"csf_nvfp4: {self.layers} expert layers, block scales {size(self.native)} native, "
             f"{size(self.resident)} resident ({ratio:.1f} %), {self.exceptions} exceptions ({share:.2f} %), "
-            f"scratch {size(scratch)}, execution {execution}"
+            f"scratch {size(scratch)}, execution {execution}{self._bought(token_bytes)}"
         )
+
+    def _bought(self, token_bytes: int) -> str:
+        saved = self.native - self.resident
+        if token_bytes <= 0 or saved < token_bytes:
+            return ""
+        return f"; {size(saved)} saved are {saved // token_bytes} tokens of KV cache"
 
 
 def size(nbytes: int) -> str:
@@ -50,8 +57,9 @@ def size(nbytes: int) -> str:
 class Ledger:
     """One per quantization config, that is per model (a draft in the same checkpoint included)."""
 
-    def __init__(self, speaks: bool = True) -> None:
+    def __init__(self, speaks: bool = True, token_bytes: int = 0) -> None:
         self._speaks = speaks
+        self._token_bytes = token_bytes
         self._expected: set[str] = set()
         self._totals = Totals()
         self._scratch: dict[torch.device, reference.Scratch] = {}
@@ -97,7 +105,7 @@ class Ledger:
             if self._speaks:
                 if account is not None:
                     logger.info("csf_nvfp4: %s", account.line())
-                logger.info(self._totals.line(scratch.nbytes, execution.name))
+                logger.info(self._totals.line(scratch.nbytes, execution.name, self._token_bytes))
             self._totals = Totals()
 
     def _finish(self, device: torch.device) -> Account | None:
@@ -115,8 +123,11 @@ class Ledger:
 _ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary()
 
 
-def ledger_of(config: object, speaks: bool) -> Ledger:
-    """The ledger of a quantization config. Not an attribute: configs are copied and sent to workers."""
+def ledger_of(config: object, speaks: bool, token_bytes: int) -> Ledger:
+    """The ledger of a quantization config. Not an attribute: configs are copied and sent to workers.
+
+    token_bytes: of the KV cache, for one token, 0 where it is not known.
+    """
     if config not in _ledgers:
-        _ledgers[config] = Ledger(speaks)
+        _ledgers[config] = Ledger(speaks, token_bytes)
     return _ledgers[config]

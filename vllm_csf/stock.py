@@ -55,7 +55,7 @@ class _NvFp4ExpertsCompressed:
         if kind is None and declared:
             kind = ExpertsKind.CSF if self.csf_encoded else ExpertsKind.NVFP4
         if kind in (ExpertsKind.CSF, ExpertsKind.NVFP4):
-            ledger = ledger_of(self, speaks=compat.is_first_tensor_rank())
+            ledger = ledger_of(self, compat.is_first_tensor_rank(), compat.kv_cache_token_bytes())
             if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
                 return CsfMoEMethod(layer, MODELOPT, False, ledger)
             return CsfMoEMethod(layer, self._dialect(prefix), kind is ExpertsKind.CSF, ledger)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +136,27 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
 def test_wrong_usage_exits_with_two(folder):
     with pytest.raises(SystemExit, match="2"):
         main(["precompile", str(folder), "-tp", "0"])
+
+
+@pytest.mark.slow
+def test_a_compilation_that_was_killed_leaves_nothing_in_the_way(folder, tmp_path):
+    """kill -9 for the command and its workers while a program is compiled; the next one starts clean."""
+    flags = ["--cache-dir", str(tmp_path), "--max-num-batched-tokens", "1", "--quiet"]
+    command = [sys.executable, "-m", "vllm_csf.cli", "precompile", str(folder), *flags]
+    killed = subprocess.Popen(command, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*.lock")):  # taken by whoever compiles
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    assert not list(tmp_path.glob("*.program"))
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait(30) == -signal.SIGKILL
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "2 programs compiled" in again.stdout
+    cache = ProgramCache(tmp_path)
+    wanted = [p for plan in plans(folder, *flags) for p in plan.programs()]
+    assert len(wanted) == 2
+    assert all(cache.find(program) for program in wanted)

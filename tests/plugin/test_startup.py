@@ -23,6 +23,7 @@ from vllm_csf.kernels.compiled.build import ProgramSet, UndeclaredProgramError
 from vllm_csf import cute
 from vllm_csf import experts as method_module
 from vllm_csf.parameters import MODELOPT
+from vllm_csf.report import Totals
 from vllm_csf.stock import stock_config
 
 
@@ -144,3 +145,11 @@ def test_engines_that_go_take_their_programs_along(called):
         del layer, config
     gc.collect()
     assert not [holder for holder in build._holders if holder.programs]
+
+
+def test_the_line_says_how_many_tokens_of_cache_were_bought():
+    totals = Totals(layers=2, native=1 << 20, resident=600_000, exceptions=10)
+    assert totals.line(0, "cute", 1000).endswith("; 437.56 KiB saved are 448 tokens of KV cache")
+    for unknown in (0, 1 << 30):
+        assert totals.line(0, "cute", unknown).endswith("execution cute")
+    assert Totals(2, 1000, 1500).line(0, "cute", 1).endswith("execution cute")
