@@ -149,7 +149,7 @@ def test_engines_that_go_take_their_programs_along(called):
 
 def test_the_line_says_how_many_tokens_of_cache_were_bought():
     totals = Totals(layers=2, native=1 << 20, resident=600_000, exceptions=10)
-    assert totals.line(0, "cute", 1000).endswith("; 437.56 KiB saved are 448 tokens of KV cache")
+    assert totals.line(0, "cute", 1000).endswith("; 438.06 KiB saved are 448 tokens of KV cache")
     for unknown in (0, 1 << 30):
         assert totals.line(0, "cute", unknown).endswith("execution cute")
     assert Totals(2, 1000, 1500).line(0, "cute", 1).endswith("execution cute")
