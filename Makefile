@@ -30,7 +30,7 @@ demo: setup
 
 # Everything that needs no GPU and no quarter of an hour; on a machine with a GPU its tests too.
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=25
 
 # With the slow ones: every kernel compiled for every target.
 test-all: setup
