@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from . import codec, example_config
 from .errors import CheckpointError
@@ -265,7 +265,7 @@ def _write_shards(folder: Path, tensors: Tensors) -> None:
     weight_map: dict[str, str] = {}
     for number, part in enumerate(_split(tensors), start=1):
         shard = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
-        save_file(part, folder / shard, metadata={"format": "pt"})
+        _save(part, folder / shard)
         weight_map |= dict.fromkeys(part, shard)
     size = sum(t.nbytes for t in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -279,7 +279,7 @@ def _write_container(folder: Path, tensors: Tensors, family: str) -> None:
     for number, part in enumerate(_split(tensors), start=1):
         shard = f"model-{number:05d}-of-{SHARDS:05d}.safetensors"
         path = folder / "tensors" / shard
-        save_file(part, path, metadata={"format": "pt"})
+        _save(part, path)
         shards.append({"file": shard, "target_file_bytes": path.stat().st_size})
         for name in part:
             for suffix in (codec.NVFP4.fixed_suffix, codec.NVFP4.exceptions_suffix):
@@ -288,3 +288,8 @@ def _write_container(folder: Path, tensors: Tensors, family: str) -> None:
     head = {"schema": "lil-nvfp4-csf-checkpoint/1", "codec": codec.NVFP4.name, "family": family}
     (folder / "manifest.json").write_text(json.dumps(head | {"shards": shards}, indent=2) + "\n")
     (folder / "build-contract.json").write_text(json.dumps(head | {"source_names": names}, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """As other files are written: the library's own would be for this user alone."""
+    path.write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch comes with them
 
 TOPK_KEYS = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_experts_per_token", "num_experts_per_token")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 # Programs do not depend on it; the scratch that is printed does. Of an H200.
 MULTIPROCESSORS = 132
 
@@ -22,7 +23,12 @@ MULTIPROCESSORS = 132
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="folder, or Hugging Face repository")
     parser.add_argument(
-        "--arch", nargs="+", default=["sm_90a"], help="architectures of the GPUs (default: sm_90a)"
+        "--arch",
+        nargs="+",
+        choices=ARCHITECTURES,
+        default=["sm_90a"],
+        metavar="ARCH",
+        help=f"of the GPUs: {', '.join(ARCHITECTURES)} (default: sm_90a)",
     )
     parser.add_argument("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
