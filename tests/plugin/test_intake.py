@@ -23,7 +23,7 @@ def test_any_order(streams: bool, dialect: Dialect, seed: int) -> None:
     random.Random(seed).shuffle(tensors)
     for tensor in tensors:
         assert layer.receive(*tensor)
-    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert_near(run(layer.finish()).numpy(), wanted(checkpoint))
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -39,7 +39,12 @@ def test_ranks_add_up(streams: bool, width: int, ranks: int) -> None:
         for tensor in checkpoint.tensors(MODELOPT, streams):
             layer.receive(*tensor)
         total += run(layer.finish())
-    np.testing.assert_allclose(total.numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert_near(total.numpy(), wanted(checkpoint))
+
+
+def assert_near(found: np.ndarray, truth: np.ndarray) -> None:
+    """Up to FP32 rounding: where large terms cancel, its error is that of the terms."""
+    np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-6 * np.abs(truth).max())
 
 
 def test_experts_of_other_ranks_are_left_alone() -> None:
@@ -51,7 +56,7 @@ def test_experts_of_other_ranks_are_left_alone() -> None:
             assert layer.receive(*tensor, expert) == (expert in mine)
         mapping = torch.tensor([mine.index(e) if e in mine else -1 for e in range(EXPERTS)])
         total += run(layer.finish(), mapping)
-    np.testing.assert_allclose(total.numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert_near(total.numpy(), wanted(checkpoint))
 
 
 def test_parameters_carry_the_names_that_checkpoints_map_to() -> None:
@@ -71,7 +76,7 @@ def test_gate_and_up_keep_their_own_global_scale() -> None:
     layer = Layer()
     for tensor in checkpoint.tensors(MODELOPT, True):
         layer.receive(*tensor)
-    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert_near(run(layer.finish()).numpy(), wanted(checkpoint))
 
 
 def fill(layer: Layer, *, without: str = "", streams: bool = True) -> None:
@@ -164,7 +169,7 @@ def test_new_weights_with_other_exceptions_take_the_old_tensors() -> None:
             layer.receive(*tensor)
         made = layer.finish()
         shapes.append((made.scales13.entries.shape, made.scales13.longest, made.scales2.entries.shape))
-        np.testing.assert_allclose(run(made).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+        assert_near(run(made).numpy(), wanted(checkpoint))
     assert shapes[0] == shapes[1]
 
 
@@ -192,4 +197,4 @@ def test_room_for_far_more_exceptions_can_be_asked_for() -> None:
     checkpoint = wild()
     for tensor in checkpoint.tensors(MODELOPT, True):
         layer.receive(*tensor)
-    np.testing.assert_allclose(run(layer.finish()).numpy(), wanted(checkpoint), rtol=1e-4, atol=1e-5)
+    assert_near(run(layer.finish()).numpy(), wanted(checkpoint))
