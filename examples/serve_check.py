@@ -169,17 +169,10 @@ def torch_has_cuda() -> bool:
 
 def generate(llm: Any, tokens: int) -> list[Answer]:
     """Greedy ones."""
-    from vllm import SamplingParams
+    from vllm_csf.bench import quality_arm
 
-    parameters = SamplingParams(max_tokens=tokens, temperature=0, logprobs=1, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
-    answers = []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        chosen = output.outputs[0]
-        ids = list(chosen.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(chosen.logprobs, ids, strict=True)]
-        answers.append(Answer(list(prompt), ids, logprobs))
-    return answers
+    found = quality_arm.generate(llm, [list(prompt) for prompt in PROMPTS], tokens)
+    return [Answer(list(p), ids, logs) for p, ids, logs in zip(PROMPTS, *found, strict=True)]
 
 
 def check_sleep(llm: Any, tokens: int) -> dict[str, list[Answer]]:

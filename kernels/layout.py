@@ -202,14 +202,20 @@ def _from_tile_order(tiled: torch.Tensor, shape: Shape) -> torch.Tensor:
     return out
 
 
+def byte_counts(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of uint8 [n, C]: how often each byte occurs in a row, int32 [n, 256], and how often smaller ones than
+    b do, int32 [n, 257]."""
+    counts = torch.zeros(rows.shape[0], 256, dtype=torch.int32, device=rows.device)
+    counts.scatter_add_(1, rows.to(torch.int64), torch.ones_like(rows, dtype=torch.int32))
+    return counts, torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+
+
 def choose_bases(scale: torch.Tensor) -> torch.Tensor:
     """uint8 [..., R]: the lowest base in 8 .. 111 whose window of 16 holds most of a row; 0 for zeros."""
     flat = scale.reshape(-1, scale.shape[-1])
     out = torch.empty(flat.shape[0], dtype=torch.uint8, device=scale.device)
     for part, rows in zip(out.split(1 << 16), flat.split(1 << 16), strict=True):
-        counts = torch.zeros(rows.shape[0], 256, dtype=torch.int32, device=scale.device)
-        counts.scatter_add_(1, rows.to(torch.int64), torch.ones_like(rows, dtype=torch.int32))
-        total = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+        counts, total = byte_counts(rows)
         window = total[:, LOWEST_CODED + 16 : HIGHEST_CODED + 2] - total[:, LOWEST_CODED : HIGHEST_BASE + 1]
         best, base = window.max(dim=1)
         # torch.max does not promise the first of equals
@@ -248,7 +254,7 @@ def _exceptions(exception: torch.Tensor, scale: torch.Tensor, shape: Shape) -> _
     dense_tile = dense.repeat_interleave(SLICE_TILES, dim=2)[:, :, : s.k_tiles]
     base = (starts[:, :1] + word0).view(-1)
     return _Slices(
-        slices=_as_int32(pair),
+        slices=as_int32(pair),
         starts=starts,
         records=_records(exception, scale, dense_tile, base, padded.view(-1), int(totals[:, 0].sum())),
         dense_tile=dense_tile,
@@ -287,7 +293,7 @@ def _records(
     return out.to(torch.int16).view(torch.uint16)
 
 
-def _as_int32(values: torch.Tensor) -> torch.Tensor:
+def as_int32(values: torch.Tensor) -> torch.Tensor:
     """int64 values of 32 bits, signed or not, to int32."""
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
 

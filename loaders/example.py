@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from . import codec, example_config
 from .errors import CheckpointError
@@ -291,5 +291,8 @@ def _write_container(folder: Path, tensors: Tensors, family: str) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """As other files are written: the library's own would be for this user alone."""
-    path.write_bytes(save(tensors, metadata={"format": "pt"}))
+    """With the permissions of other new files: the library's own are for this user alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)

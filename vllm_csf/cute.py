@@ -43,7 +43,7 @@ class CuteExecution:
     # ---- start -----------------------------------------------------------------------------------
 
     def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan:
-        return make_plan(replace(geometry_of(facts, *_device(device)), native=self._native), limits)
+        return make_plan(replace(geometry_of(facts, *device_facts(device)), native=self._native), limits)
 
     def serve_by(self, served: Served) -> None:
         self._served = served
@@ -67,9 +67,7 @@ class CuteExecution:
             "alphas13": layer.alphas13.float().contiguous(),
             "alphas2": layer.alphas2.float().contiguous(),
         }
-        # Zero before and after every call; see `Epilogue.finish_run`.
-        words = flag_words(_device(layer.w2.device)[1])
-        resident["flags"] = torch.zeros(words, dtype=torch.int32, device=layer.w2.device)
+        resident["flags"] = new_flags(layer.w2.device)
         return resident
 
     def _pack(
@@ -158,7 +156,12 @@ class CuteExecution:
         return moe.PreparedExperts(matrices["13"], matrices["2"], resident["alphas13"], resident["alphas2"])
 
 
-def _device(device: torch.device) -> tuple[str, int]:
+def new_flags(device: torch.device) -> torch.Tensor:
+    """Zero before and after every call; see `Epilogue.finish_run`."""
+    return torch.zeros(flag_words(device_facts(device)[1]), dtype=torch.int32, device=device)
+
+
+def device_facts(device: torch.device) -> tuple[str, int]:
     """Architecture and multiprocessors."""
     properties = torch.cuda.get_device_properties(device)
     suffix = "a" if properties.major >= 9 else ""

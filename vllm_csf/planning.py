@@ -16,6 +16,7 @@ from .kernels.activation import Activation
 from .kernels.compiled.build import UndeclaredProgramError
 from .kernels.compiled.program import Program
 from .kernels.moe import programs
+from .kernels.moe.experts import pad_to_tile
 from .kernels.moe.programs import Choice, Geometry
 
 PLAN_VERSION = 1
@@ -122,7 +123,7 @@ def geometry_of(facts: LayerFacts, arch: str, multiprocessors: int) -> Geometry:
         experts=facts.experts,
         global_experts=facts.global_experts,
         hidden=facts.hidden,
-        inner=-(-facts.width // layout.TILE_K) * layout.TILE_K,
+        inner=pad_to_tile(facts.width),
         topk=facts.topk,
         activation=facts.activation,
         mapped=facts.mapped,

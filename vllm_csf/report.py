@@ -55,7 +55,10 @@ def size(nbytes: int) -> str:
 
 
 class Ledger:
-    """One per quantization config, that is per model (a draft in the same checkpoint included)."""
+    """One per quantization config, that is per model (a draft in the same checkpoint included).
+
+    token_bytes: of the KV cache, for one token, 0 where it is not known.
+    """
 
     def __init__(self, speaks: bool = True, token_bytes: int = 0) -> None:
         self._speaks = speaks
@@ -123,11 +126,9 @@ class Ledger:
 _ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary()
 
 
-def ledger_of(config: object, speaks: bool, token_bytes: int) -> Ledger:
-    """The ledger of a quantization config. Not an attribute: configs are copied and sent to workers.
-
-    token_bytes: of the KV cache, for one token, 0 where it is not known.
-    """
+def ledger_of(config: object, make: Callable[[], Ledger]) -> Ledger:
+    """The ledger of a quantization config, made for its first layer. Not an attribute: configs are copied and
+    sent to workers."""
     if config not in _ledgers:
-        _ledgers[config] = Ledger(speaks, token_bytes)
+        _ledgers[config] = make()
     return _ledgers[config]

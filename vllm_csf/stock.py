@@ -15,8 +15,12 @@ from . import compat
 from .config import declared_encodings
 from .experts import CsfMoEMethod
 from .parameters import COMPRESSED_TENSORS, MODELOPT, Dialect
-from .report import ledger_of
+from .report import Ledger, ledger_of
 from .stored import PLAIN, ExpertsKind, Stored, read_stored
+
+
+def _new_ledger() -> Ledger:
+    return Ledger(compat.is_first_tensor_rank(), compat.kv_cache_token_bytes())
 
 
 class _NvFp4ExpertsCompressed:
@@ -55,7 +59,7 @@ class _NvFp4ExpertsCompressed:
         if kind is None and declared:
             kind = ExpertsKind.CSF if self.csf_encoded else ExpertsKind.NVFP4
         if kind in (ExpertsKind.CSF, ExpertsKind.NVFP4):
-            ledger = ledger_of(self, compat.is_first_tensor_rank(), compat.kv_cache_token_bytes())
+            ledger = ledger_of(self, _new_ledger)
             if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
                 return CsfMoEMethod(layer, MODELOPT, False, ledger)
             return CsfMoEMethod(layer, self._dialect(prefix), kind is ExpertsKind.CSF, ledger)

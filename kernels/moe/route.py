@@ -74,6 +74,18 @@ class RouteConfig:
         return 4 * (self.counters + self.threads // 32 + self.shared_pairs)
 
 
+@cute.jit
+def load_id(ids: Int64, place: Int32, wide: cutlass.Constexpr):
+    """An expert id, int64 if `wide`, else int32; -1 for what does not fit into 32 bits."""
+    if cutlass.const_expr(wide):
+        low, high = ptx.ldg64(ids + Int64(place) * 8)
+        expert = Int32(low)
+        if high != 0:
+            expert = Int32(-1)
+        return expert
+    return Int32(ptx.ldg32(ids + Int64(place) * 4))
+
+
 class Route:
     """Device code. `inputs`: ids, pairs in all, expert map, global and local experts."""
 
@@ -307,14 +319,7 @@ class Route:
 
     @cute.jit
     def id(self, ids: Int64, pair: Int32):
-        """The id of a pair; -1 for what does not fit into 32 bits."""
-        if cutlass.const_expr(self.c.wide_ids):
-            low, high = ptx.ldg64(ids + Int64(pair) * 8)
-            expert = Int32(low)
-            if high != 0:
-                expert = Int32(-1)
-            return expert
-        return Int32(ptx.ldg32(ids + Int64(pair) * 4))
+        return load_id(ids, pair, self.c.wide_ids)
 
     @cute.jit
     def local(self, expert: Int32, expert_map: Int64, global_experts: Int32, experts: Int32):

@@ -23,6 +23,7 @@ from cutlass import Int32, Int64, Uint32
 from .. import layout, ptx
 from ..compiled.program import Kind, Program
 from ..layout import PreparedMatrix
+from ..moe.experts import pad_to_tile
 from .pieces import Pieces, Work
 from .planes import ROWS, Plane, planes_of
 from .routed import Routed, RoutedConfig
@@ -191,7 +192,7 @@ def check(
     out2: torch.Tensor,
 ) -> None:
     """Raises ValueError, see `run`. Looks at shapes and types only."""
-    padded = -(-config.width // layout.TILE_K) * layout.TILE_K
+    padded = pad_to_tile(config.width)
     experts = w13.shape.experts
     shapes = (
         layout.Shape(experts, 2 * padded, config.hidden, gated=True),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import layout
+
 WINDOW = 16
 SLAB_ROWS = 16
 POSITION_BITS = 24
@@ -30,9 +32,7 @@ class Streams:
 
 def lowest_best_bases(rows: torch.Tensor) -> torch.Tensor:
     """Of each row of uint8 [n, C] the lowest base whose window holds most of its bytes: uint8 [n]."""
-    counts = torch.zeros(rows.shape[0], 256, dtype=torch.int32, device=rows.device)
-    counts.scatter_add_(1, rows.to(torch.int64), torch.ones_like(rows, dtype=torch.int32))
-    upto = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
+    _, upto = layout.byte_counts(rows)
     held = upto[:, WINDOW:] - upto[:, :-WINDOW]
     # The key orders windows by count, then by the lower base; torch.max alone may return any of equals.
     lower = 255 - torch.arange(held.shape[1], dtype=torch.int32, device=rows.device)
@@ -66,5 +66,4 @@ def _encode(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     fixed = torch.cat((base.view(planes, slabs, -1), packed.reshape(planes, slabs, -1)), dim=-1)
     where = outside.view(-1).nonzero().squeeze(1)
     entries = where % (rows * columns) | scales.reshape(-1)[where].to(torch.int64) << POSITION_BITS
-    entries = torch.where(entries >= 1 << 31, entries - (1 << 32), entries).to(torch.int32)
-    return fixed.flatten(1), entries, outside.flatten(1).sum(1)
+    return fixed.flatten(1), layout.as_int32(entries), outside.flatten(1).sum(1)

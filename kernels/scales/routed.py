@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from .. import ptx
+from ..moe.route import load_id
 
 BATCH = 4  # ids that a thread looks up at a time where there are many
 
@@ -46,11 +47,15 @@ class Routed:
     def mark(self, bitmap: Int32, ids: Int64, count: Int32, experts: Int32, tid: Int32):
         """Sets the bits of `count` ids, one or more; those outside 0 .. experts - 1 have none."""
         threads = cutlass.const_expr(self.c.threads)
-        first = self.id(ids, cutlass.min(tid, count - 1))  # more threads than ids: the last one again
+        first = load_id(
+            ids, cutlass.min(tid, count - 1), self.c.wide_ids
+        )  # more threads than ids: the last one again
         cute.arch.sync_threads()  # behind `clear`
         self.set(bitmap, first, experts)
         for p in cutlass.range(tid + threads, count, threads * BATCH, unroll=1):
-            found = [self.id(ids, cutlass.min(p + i * threads, count - 1)) for i in range(BATCH)]
+            found = [
+                load_id(ids, cutlass.min(p + i * threads, count - 1), self.c.wide_ids) for i in range(BATCH)
+            ]
             for i in cutlass.range_constexpr(BATCH):
                 self.set(bitmap, found[i], experts)
         cute.arch.sync_threads()
@@ -59,17 +64,6 @@ class Routed:
     def set(self, bitmap: Int32, expert: Int32, experts: Int32):
         if expert >= 0 and expert < experts:
             ptx.or_shared(bitmap + expert // 32 * 4, Uint32(1) << Uint32(expert % 32))
-
-    @cute.jit
-    def id(self, ids: Int64, place: Int32):
-        """An id; -1 for what does not fit into 32 bits."""
-        if cutlass.const_expr(self.c.wide_ids):
-            low, high = ptx.ldg64(ids + Int64(place) * 8)
-            expert = Int32(low)
-            if high != 0:
-                expert = Int32(-1)
-            return expert
-        return Int32(ptx.ldg32(ids + Int64(place) * 4))
 
     @cute.jit
     def count(self, bitmap: Int32, words: cute.Tensor, lane: Int32):

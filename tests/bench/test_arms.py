@@ -12,7 +12,7 @@ from vllm_csf.planning import LayerFacts, Limits
 
 @pytest.fixture
 def plans(monkeypatch):
-    monkeypatch.setattr("vllm_csf.cute._device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr("vllm_csf.cute.device_facts", lambda device: ("sm_90a", 132))
     facts = LayerFacts(16, 16, 256, 128, 2, SILU, mapped=False)
     return [PackedExecution(native).plan(facts, Limits(64), torch.device("cpu")) for native in (False, True)]
 

@@ -9,6 +9,9 @@ from vllm_csf.kernels.compiled.build import Build
 from vllm_csf.kernels.compiled.cache import ProgramCache
 from vllm_csf.kernels.scales import planes
 
+from vllm_csf.bench.decoder import prepare, random_scales
+from vllm_csf.cute import device_facts
+
 pytestmark = pytest.mark.gpu
 
 EXPERTS, HIDDEN, WIDTH = 220, 8192, 20480
@@ -17,7 +20,6 @@ EXPERTS, HIDDEN, WIDTH = 220, 8192, 20480
 @pytest.mark.parametrize("order", planes.ORDERS)
 def test_last_expert_is_exact(order):
     from vllm_csf.kernels.scales import decoder
-    from vllm_csf.kernels.scales.benchmark import architecture, prepare, random_scales
 
     shapes = planes.planes_of(HIDDEN, WIDTH, order)
     need = EXPERTS * (HIDDEN * WIDTH * 3 * 17 // 32 + sum(p.nbytes for p in shapes)) + (8 << 30)
@@ -25,13 +27,14 @@ def test_last_expert_is_exact(order):
         pytest.skip(f"needs {need >> 30} GiB of free device memory")
     assert EXPERTS * shapes[0].nbytes > 1 << 32
     config = decoder.DecoderConfig(HIDDEN, WIDTH, order)
-    wanted = decoder.declared(config, architecture())
+    arch, sms = device_facts(torch.device("cuda", torch.cuda.current_device()))
+    wanted = decoder.declared(config, arch)
     program = Build([wanted], ProgramCache()).finish()[wanted]
     scales = [random_scales(1, p.rows, p.columns, 0.003, i) for i, p in enumerate(shapes)]
-    matrices = [far(prepare(s, WIDTH, gated=i == 0)) for i, s in enumerate(scales)]
+    matrices = [far(prepare(s, gated=i == 0)) for i, s in enumerate(scales)]
     outs = [torch.full((EXPERTS, p.nbytes), 0xA5, dtype=torch.uint8, device="cuda") for p in shapes]
     ids = torch.tensor([EXPERTS - 1], dtype=torch.int32, device="cuda")
-    decoder.run(program, config, *matrices, ids, *outs, 132)
+    decoder.run(program, config, *matrices, ids, *outs, sms)
     for out, plane in zip(outs, scales, strict=True):
         whole = planes.to_blocked(plane) if order == planes.BLOCKED else plane.flatten(1)
         assert torch.equal(out[-1], whole[0])

@@ -14,7 +14,7 @@ from vllm_csf.execution import choose
 
 @pytest.fixture
 def no_device(monkeypatch):
-    monkeypatch.setattr(cute, "_device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
 
 
 def received(seed: int = 0, width: int = WIDTH) -> reference.ExpertLayer:

@@ -53,7 +53,7 @@ def test_reference_holds_the_bytes_of_the_checkpoint(layer):
 
 
 def test_cute_keeps_the_same_bytes_in_both_forms(layer, monkeypatch):
-    monkeypatch.setattr(cute, "_device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
     unpacked, sizes = [], []
     for native in (False, True):
         execution = cute.CuteExecution(native)

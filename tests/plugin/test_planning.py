@@ -41,7 +41,7 @@ def plan_of(tokens: int = 8192, layer: LayerFacts | None = None, **limits) -> Pl
 
 @pytest.fixture
 def no_device(monkeypatch):
-    monkeypatch.setattr(cute, "_device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def called(monkeypatch):
 
     monkeypatch.setattr(build.Build, "start", lambda self: None)
     monkeypatch.setattr(build.Build, "finish", finish)
-    monkeypatch.setattr(cute, "_device", lambda device: ("sm_90a", 132))
+    monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(method_module, "choose", lambda *arguments: cute.CuteExecution())
     return found
 

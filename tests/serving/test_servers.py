@@ -47,7 +47,7 @@ def assert_same(found: list[Answer], want: list[Answer]) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=TOLERANCE), f"prompt {number}"
 
 
-# `make test` stays below ten minutes without them.
+# The two longest: `make test` is to take ten minutes at most.
 SLOW = ("layout C, MTP, tensor and expert parallel, lazy", "layout C, tensor and expert parallel")
 
 

@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from ..cute import MATRICES, CuteExecution
+from ..cute import MATRICES, CuteExecution, new_flags
 from ..kernels import reference
 from ..kernels.activation import SILU
 from ..kernels.compiled.cache import ProgramCache
-from ..planning import LayerFacts, Limits, flag_words
+from ..planning import LayerFacts, Limits
 from ..startup import Served, Startup
 from .geometries import LayerGeometry
 from .layers import Stack
@@ -46,10 +46,7 @@ class PackedExecution(CuteExecution):
             self._shapes[half] = matrix.shape
             for name, tensor in zip(MATRICES, matrix.tensors(), strict=True):
                 resident[name + half] = tensor
-        properties = torch.cuda.get_device_properties(stack.w2.device)
-        words = flag_words(properties.multi_processor_count)
-        resident["flags"] = torch.zeros(words, dtype=torch.int32, device=stack.w2.device)
-        return resident
+        return resident | {"flags": new_flags(stack.w2.device)}
 
 
 class OurArms:

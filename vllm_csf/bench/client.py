@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .records import BenchError
+from .records import BenchError, last_lines
 
 
 class Client:
@@ -57,8 +57,7 @@ class Client:
             answer = ""
         error = json.loads(answer)["error"] if answer else "it ended"
         if error or not result.exists():
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-            raise BenchError(f"vllm bench serve: {error}\n{tail}")
+            raise BenchError(f"vllm bench serve: {error}\n{last_lines(self._log)}")
         return json.loads(result.read_text())
 
     def stop(self) -> None:

@@ -25,10 +25,9 @@ from typing import Any
 from . import machine, records
 from .records import BenchError
 from .server import CPU_FLAGS, cpu_environment, has_cuda
-from .subjects import Subject
+from .subjects import Subject, unless_given
 
 PAIRS = (("csf", "native"), ("csf", "stock"), ("native", "stock"))
-TAIL_LINES = 20
 ROOM = 1  # of a scored sequence: the engine has to generate a token
 
 
@@ -97,8 +96,7 @@ def ask(wanted: Wanted, subject: Subject, folder: Path) -> dict[str, Any]:
         max(len(p) + wanted.tokens for p in wanted.prompts), max(len(s) + ROOM for s in wanted.scored)
     )
     flags = ["--model", subject.model, *(CPU_FLAGS if cpu else ()), *subject.flags]
-    if not any(f.partition("=")[0] == "--max-model-len" for f in flags):
-        flags += ["--max-model-len", str(longest)]
+    flags += unless_given(flags, "--max-model-len", longest)
     flags += ["--max-logprobs", str(wanted.top)]
     job, result = folder / f"{subject.name}.job.json", folder / f"{subject.name}.json"
     job.write_text(
@@ -127,8 +125,7 @@ def ask(wanted: Wanted, subject: Subject, folder: Path) -> dict[str, Any]:
             env=environment | subject.environment,
         ).returncode
     if status or not result.exists():
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-        raise BenchError(f"the engine ended with {status}:\n{tail}")
+        raise BenchError(f"the engine ended with {status}:\n{records.last_lines(log)}")
     return json.loads(result.read_text())
 
 

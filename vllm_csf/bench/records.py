@@ -14,6 +14,10 @@ class BenchError(CheckpointError):
     """Something cannot be measured here, or a file is no record of a measurement."""
 
 
+def last_lines(log: Path, count: int = 20) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+
+
 def write(record: dict[str, Any], path: Path) -> None:
     """Replaces the file in one step. One row a line: records are kept under version control."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from . import machine, observe, records
 from .client import Client
 from .records import BenchError
 from .server import Server, ServerError, has_cuda
-from .subjects import Subject
+from .subjects import Subject, unless_given
 
 OFF, MTP = "off", "mtp"
 WARM_OUTPUT = 8
@@ -234,8 +234,7 @@ class _Session:
         longest = max(load.prompt + load.output for load in w.loads) + ROOM
         most = max(load.concurrency for load in w.loads)
         for flag, value in (("--max-model-len", longest), ("--max-num-seqs", most)):
-            if not any(f.partition("=")[0] == flag for f in flags):
-                flags += [flag, str(value)]
+            flags += unless_given(flags, flag, value)
         if not any("enable-prefix-caching" in f for f in flags):
             flags.append("--no-enable-prefix-caching")
         if speculation == MTP:

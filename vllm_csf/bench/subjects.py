@@ -66,6 +66,12 @@ def subjects(
     return found, skipped
 
 
+def unless_given(flags: Sequence[str], flag: str, value: object) -> list[str]:
+    """The flag with its value, nothing where the flags have it already."""
+    given = any(f.partition("=")[0] == flag for f in flags)
+    return [] if given else [flag, str(value)]
+
+
 def with_settings(flags: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
     """The flags with some more of `--additional-config`. Raises BenchError where that is no JSON object."""
     rest: list[str] = []

@@ -1,4 +1,4 @@
-"""Times the standalone decoder on cold caches: ``python -m vllm_csf.kernels.scales.benchmark [OUT.json]``.
+"""Times the standalone decoder on cold caches: ``python -m vllm_csf.bench.decoder [OUT.json]``.
 
 Of each layer, order and number of routed experts, 15 rounds of 16 launches. Before each launch more than
 the L2 cache is written and fresh routes are copied in; the time is that between two events around the
@@ -18,19 +18,21 @@ from pathlib import Path
 
 import torch
 
-from .. import layout
-from ..compiled.build import Build
-from ..compiled.cache import ProgramCache
-from ..layout import PreparedMatrix
-from . import decoder
-from .decoder import DecoderConfig
-from .planes import ORDERS
+from ..cute import device_facts
+from ..kernels import layout
+from ..kernels.compiled.build import Build
+from ..kernels.compiled.cache import ProgramCache
+from ..kernels.layout import PreparedMatrix
+from ..kernels.moe.experts import prepare_matrix
+from ..kernels.scales import decoder
+from ..kernels.scales.decoder import DecoderConfig
+from ..kernels.scales.planes import ORDERS
+from .machine import copy_rate
 
 LAYERS = ((512, 2560, 320), (288, 4096, 512))
 ROUTED = (10, 40, 63)
 ROUNDS, SAMPLES = 15, 16
 FLUSH_BYTES = 256 << 20
-COPY_BYTES = 2 << 30
 EXCEPTIONS = 0.003
 GROUP = 32  # experts packed at a time
 
@@ -60,48 +62,19 @@ def random_scales(experts: int, rows: int, columns: int, share: float, seed: int
     return torch.where(torch.rand(size, generator=g, device="cuda") < share, wild, usual)
 
 
-def prepare(scales: torch.Tensor, width: int, gated: bool) -> PreparedMatrix:
+def prepare(scales: torch.Tensor, gated: bool) -> PreparedMatrix:
     """Packs a stack beside weights of zeros, group after group of experts."""
-    experts, rows, columns = scales.shape
-    padded = -(-width // layout.TILE_K) * layout.TILE_K
-    halves = 2 if gated else 1
-    rows, columns = (2 * padded, columns) if gated else (rows, padded // layout.GROUP)
     parts = []
     for group in scales.split(GROUP):
-        shape = layout.Shape(len(group), rows, columns * layout.GROUP, gated)
-        weight = torch.zeros(len(group), rows, columns * 8, dtype=torch.uint8, device=scales.device)
-        parts.append(layout.pack(weight, layout.pad(group, rows, columns, halves), shape))
+        weight = torch.zeros(*group.shape[:2], group.shape[2] * 8, dtype=torch.uint8, device=scales.device)
+        parts.append(prepare_matrix(weight, group, gated))
     return layout.concatenate(parts)
 
 
 def random_layer(experts: int, config: DecoderConfig, share: float = EXCEPTIONS) -> Layer:
     up, down = (plane.columns for plane in config.planes)
-    w13 = prepare(random_scales(experts, 2 * config.width, up, share, 1), config.width, gated=True)
-    return Layer(
-        config, w13, prepare(random_scales(experts, config.hidden, down, share, 2), config.width, False)
-    )
-
-
-def architecture() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
-def copy_rate() -> float:
-    """GB/s, bytes read and written both counted."""
-    a = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    times = [_timed(lambda: b.copy_(a)) for _ in range(12)]
-    return 2 * COPY_BYTES / statistics.median(times[2:]) / 1e3
-
-
-def _timed(call: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
+    w13 = prepare(random_scales(experts, 2 * config.width, up, share, 1), gated=True)
+    return Layer(config, w13, prepare(random_scales(experts, config.hidden, down, share, 2), gated=False))
 
 
 def cold(call: Callable[[], object], before: Callable[[int], object]) -> list[float]:
@@ -158,10 +131,10 @@ def configurations(threads: list[int]) -> list[tuple[int, DecoderConfig]]:
 
 
 def measure(threads: list[int], say: Callable[[str], None] = print) -> dict[str, object]:
-    arch = architecture()
+    arch, sms = device_facts(torch.device("cuda", torch.cuda.current_device()))
     wanted = configurations(threads)
     programs = Build([decoder.declared(config, arch) for _, config in wanted], ProgramCache()).finish()
-    rate, sms = copy_rate(), torch.cuda.get_device_properties(0).multi_processor_count
+    rate = copy_rate()
     rows = []
     kept: tuple[tuple[int, int, int], Layer] | None = None
     for experts, config in wanted:
