@@ -159,20 +159,30 @@ class Dequant:
         return head, queue
 
     @cute.jit
-    def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
-        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn."""
-        more = cute.arch.vote_any_sync(head < bound)
-        while more:
-            if head < bound:
-                selector = Uint32(0x3254)
-                if (head & Uint32(1 << 24)) != 0:
-                    selector = Uint32(0x5410)
-                if (head & Uint32(1 << 25)) != 0:
-                    sv1 = ptx.prmt(sv1, head, selector)
-                else:
-                    sv0 = ptx.prmt(sv0, head, selector)
-                head, queue = self.advance(queue, end)
+    def pending(self, head: Uint32, further: Int32, deep0: Uint32, deep1: Uint32, lane: Int32):
+        """Which tiles of a slice have exceptions, the same word in every lane: a bit each, and bit 31 where
+        lanes have further ones in their queues."""
+        found = ptx.bit(head >> Uint32(26))  # none for EMPTY
+        if further > 0:
+            found = found | Uint32(1 << 31)
+            if lane < further:
+                found = found | ptx.bit(deep0 >> Uint32(26))
+            if lane + 32 < further:
+                found = found | ptx.bit(deep1 >> Uint32(26))
+        return ptx.warp_or(found)
+
+    @cute.jit
+    def patch(
+        self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32, pending: Uint32
+    ):  # fmt: skip
+        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. To be called
+        where the tile's bit of `pending` is set."""
+        sv0, sv1, head, queue = ptx.patch_pairs(sv0, sv1, head, queue, end, bound)
+        if Int32(pending) < 0:
             more = cute.arch.vote_any_sync(head < bound)
+            while more:
+                sv0, sv1, head, queue = ptx.patch_pairs(sv0, sv1, head, queue, end, bound)
+                more = cute.arch.vote_any_sync(head < bound)
         return sv0, sv1, head, queue
 
     # ---- weights ---------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ class ExpertGemm:
         exceptions = cute.make_rmem_tensor((3, blocks), Uint32)  # of the next slice
         heads = cute.make_rmem_tensor(blocks, Uint32)
         queue = cute.make_rmem_tensor((2, blocks), Int32)
+        pending = cute.make_rmem_tensor(blocks, Uint32)
         dense_rows = cute.make_rmem_tensor(blocks, Int64)
         dense_rows.fill(Int64(0))
         exceptions.fill(Uint32(0))
@@ -257,6 +258,7 @@ class ExpertGemm:
                         exceptions,
                         heads,
                         queue,
+                        pending,
                         dense_rows,
                         dense,
                         dense0,
@@ -278,14 +280,14 @@ class ExpertGemm:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, 0,
+                                        acc, xs, rows, (heads, queue, pending), base_pairs, dense_rows, 0,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, False,
                                     )  # fmt: skip
                         else:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, any_dense,
+                                        acc, xs, rows, (heads, queue, pending), base_pairs, dense_rows, any_dense,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, True,
                                     )  # fmt: skip
                         tile += c.chunk_tiles
@@ -380,7 +382,7 @@ class ExpertGemm:
 
     @cute.jit
     def tile_step(
-        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, heads: cute.Tensor, queue: cute.Tensor,
+        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, waiting: tuple,
         base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, address: Int32, tile: Int32,
         tile_end: Int32, tile_next: Int32, lane: Int32, dense: cutlass.Constexpr,
     ):  # fmt: skip
@@ -406,10 +408,12 @@ class ExpertGemm:
             if cutlass.const_expr(dense):
                 if (any_dense & (1 << r)) != 0:
                     sv[0, r], sv[1, r] = self.dequant.dense_scales(at, lane, dense_rows[r], place)
+        heads, queue, pending = waiting
         for r in cutlass.range_constexpr(c.blocks):
-            sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
-                sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound
-            )
+            if ((pending[r] >> Uint32(place)) & Uint32(1)) != 0:
+                sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
+                    sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound, pending[r]
+                )
         for half in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(c.blocks):
                 for m in cutlass.range_constexpr(2):

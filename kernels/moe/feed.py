@@ -101,6 +101,11 @@ class Feed:
         ptx.fence_async_shared()
 
     @cute.jit
+    def wait_if(self, base: Int32, slot: Int32, phase: Int32, condition: Int32):
+        """As `wait`, where `condition`, the same in all lanes, is not zero."""
+        ptx.mbarrier_wait_fence_if(self.full(base, slot), phase, condition)
+
+    @cute.jit
     def release(self, base: Int32, slot: Int32, condition: Uint32):
         """The warp has read a stage; `condition` is not zero in one lane."""
         ptx.mbarrier_arrive_if(self.empty(base, slot), condition)

@@ -234,6 +234,7 @@ class WideGemm:
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
         queue = cute.make_rmem_tensor((2, 1), Int32)
+        pending = cute.make_rmem_tensor(1, Uint32)
         dense_rows = cute.make_rmem_tensor(1, Int64)
         dense_rows.fill(Int64(0))
         origin = expert * row_blocks
@@ -248,15 +249,16 @@ class WideGemm:
         self.fetch(raw, base, at, warp, lane)
         while at[0] < k_tiles:
             any_dense = self.slices.start_slice(
-                info, info, exceptions, heads, queue, dense_rows, dense, origins[1], queues, Int32(0), lane
-            )
+                info, info, exceptions, heads, queue, pending, dense_rows, dense, origins[1], queues,
+                Int32(0), lane,
+            )  # fmt: skip
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
             self.slices.load_exceptions(exceptions, info, origins[0], records, lane)
             visit = at[0] // layout.SLICE_TILES + 2
             self.slices.load_info(next_info, slices, origin, block, visit, Int32(0), k_tiles)
             stop = cutlass.min(at[0] + layout.SLICE_TILES, k_tiles)
-            scaling = (bases2, heads, queue, dense_rows, any_dense)
+            scaling = (bases2, heads, queue, pending, dense_rows, any_dense)
             while at[0] < stop:
                 self.step(base, acc, width, raw, at, k_tiles, scaling, warp, lane)
         self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
@@ -330,26 +332,31 @@ class WideGemm:
         """To the next tile, once it is there; behind the last one, the stage stays and nothing is used."""
         slot = at[1]
         phase = at[2]
+        further = Int32(0)
         if (tile & (DEPTH - 1)) == 0 and tile < k_tiles:
-            slot += 1
+            further = Int32(1)
+        slot += further
         if slot == self.c.stages:
             slot = Int32(0)
             phase = phase ^ 1
         at[0] = tile
         at[1] = slot
         at[2] = phase
-        self.feed.wait(base, slot, phase)
+        self.feed.wait_if(base, slot, phase, further)
 
     @cute.jit
     def scales(self, codes: Uint32, address: Int32, tile: Int32, scaling: tuple, lane: Int32):
         """The lane's scales of a tile: bf16 pairs of its two fragments."""
-        bases2, heads, queue, dense_rows, any_dense = scaling
+        bases2, heads, queue, pending, dense_rows, any_dense = scaling
         inside = tile & (layout.SLICE_TILES - 1)
         sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
-        if any_dense != 0:
-            sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
-        bound = Uint32(inside + 1) << Uint32(26)
-        sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch(
-            sv0, sv1, heads[0], queue[0, 0], queue[1, 0], bound
-        )
+        here = (pending[0] >> Uint32(inside)) & Uint32(1)
+        if (here | Uint32(any_dense)) != 0:
+            if any_dense != 0:
+                sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
+            else:
+                bound = Uint32(inside + 1) << Uint32(26)
+                sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch(
+                    sv0, sv1, heads[0], queue[0, 0], queue[1, 0], bound, pending[0]
+                )
         return sv0, sv1

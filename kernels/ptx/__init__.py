@@ -9,6 +9,9 @@ from .arithmetic import (
     and_or as and_or,
 )
 from .arithmetic import (
+    bit as bit,
+)
+from .arithmetic import (
     bits_float as bits_float,
 )
 from .arithmetic import (
@@ -40,6 +43,9 @@ from .arithmetic import (
 )
 from .arithmetic import (
     prmt as prmt,
+)
+from .arithmetic import (
+    warp_or as warp_or,
 )
 from .arithmetic import (
     rotate_right as rotate_right,
@@ -88,6 +94,9 @@ from .asynchronous import (
 )
 from .asynchronous import (
     mbarrier_wait as mbarrier_wait,
+)
+from .asynchronous import (
+    mbarrier_wait_fence_if as mbarrier_wait_fence_if,
 )
 from .asynchronous import (
     wait_for_predecessor as wait_for_predecessor,
@@ -166,6 +175,9 @@ from .shared_memory import (
 )
 from .shared_memory import (
     or_shared as or_shared,
+)
+from .shared_memory import (
+    patch_pairs as patch_pairs,
 )
 from .shared_memory import (
     store_transposed2 as store_transposed2,

@@ -105,3 +105,17 @@ def match_any(value, *, loc=None, ip=None):
     """The lanes of the whole warp that have this lane's value, one bit each."""
     text = "match.any.sync.b32 $0, $1, 0xffffffff;"
     return Uint32(asm(T.i32(), [word(value, loc, ip)], text, "=r,r", True, loc, ip))
+
+
+@dsl_user_op
+def warp_or(value, *, loc=None, ip=None):
+    """The bits that any lane of the whole warp has."""
+    text = "redux.sync.or.b32 $0, $1, 0xffffffff;"
+    return Uint32(asm(T.i32(), [word(value, loc, ip)], text, "=r,r", True, loc, ip))
+
+
+@dsl_user_op
+def bit(index, *, loc=None, ip=None):
+    """1 << index; 0 where the index is above 31."""
+    text = "{ .reg .b32 one; mov.b32 one, 1; shl.b32 $0, one, $1; }"
+    return Uint32(asm(T.i32(), [word(index, loc, ip)], text, "=r,r", False, loc, ip))

@@ -156,3 +156,25 @@ def _stmatrix(count: int):
 
 store_transposed2 = _stmatrix(2)
 store_transposed4 = _stmatrix(4)
+
+
+@dsl_user_op
+def patch_pairs(sv0, sv1, head, queue, end, bound, *, loc=None, ip=None):
+    """Where `head < bound`: puts the low half of `head` into a half of `sv0` or `sv1` (its bit 25 says which
+    word, bit 24 the low half), and loads the next head from `queue`, 0xffffffff where that is not below `end`.
+
+    Returns the new sv0, sv1, head and queue. Without branches: they cost more than what they skip.
+    """
+    operands = [word(v, loc, ip) for v in (sv0, sv1, head, queue, end, bound)]
+    text = (
+        "{ .reg .pred hit, low, p, q, next; .reg .b32 t, selector;\n"
+        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;\n"
+        "setp.lt.u32 hit, $6, $9;\n"
+        "and.b32 t, $6, 0x1000000; setp.ne.u32 low, t, 0; selp.b32 selector, 0x5410, 0x3254, low;\n"
+        "and.b32 t, $6, 0x2000000; setp.eq.and.u32 p, t, 0, hit; setp.ne.and.u32 q, t, 0, hit;\n"
+        "@p prmt.b32 $0, $4, $6, selector; @q prmt.b32 $1, $5, $6, selector;\n"
+        "setp.lt.and.u32 next, $7, $8, hit; @hit mov.b32 $2, 0xffffffff; @next ld.shared.b32 $2, [$7];\n"
+        "@hit add.u32 $3, $7, 4; }"
+    )
+    constraints = "=&r,=&r,=&r,=&r,r,r,r,r,r,r"
+    return words(asm(struct(T.i32(), 4), operands, text, constraints, True, loc, ip), 4, loc, ip)
