@@ -1,4 +1,4 @@
-"""The first launch for many tokens: routing in one CTA, the tokens' columns in MMA order in the others.
+"""The first launch for many tokens: routing in the first CTAs, the tokens' columns in MMA order in the others.
 
 The matrix instructions of a warpgroup read tokens from shared memory in the order of K in which the lanes
 hold the weights (see `layout`: a lane owns 16 consecutive columns). Within each 64 columns, that is word
@@ -6,7 +6,7 @@ hold the weights (see `layout`: a lane owns 16 consecutive columns). Within each
 `layout.token_order` is the same in torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -16,12 +16,19 @@ from cutlass import Int32, Int64, Uint32
 from .. import ptx
 from .route import THREADS, Route, RouteConfig
 
+PARTS = 8  # CTAs that route
+AT_ONCE = 4  # chunks of 16 bytes that a thread carries at a time
+
 
 @dataclass(frozen=True)
 class ArrangeConfig:
-    """`route`: with tables in global memory and 1024 threads."""
+    """`tables`: the routing whose tables this launch writes, in global memory."""
 
-    route: RouteConfig
+    tables: RouteConfig
+
+    @property
+    def route(self) -> RouteConfig:
+        return replace(self.tables, threads=THREADS, parts=PARTS)
 
 
 class Arrange:
@@ -36,12 +43,12 @@ class Arrange:
         self, inputs: tuple, entries: Int64, pairs: Int64, x: Int64, arranged: Int64, tokens: Int32,
         hidden: Int32, ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """x, arranged: bf16 [tokens, hidden], hidden a multiple of 64. `ctas`: that arrange, beside one."""
+        """x, arranged: bf16 [tokens, hidden], hidden a multiple of 64. `ctas`: in all, more than `PARTS`."""
         ids, count, expert_map, global_experts, experts = inputs
         self.kernel(
             ids, count, expert_map, global_experts, experts, entries, pairs, x, arranged,
             tokens * (hidden // 8),
-        ).launch(grid=[ctas + 1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+        ).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -57,11 +64,19 @@ class Arrange:
         )
         ptx.wait_for_predecessor()
         ptx.dependents_may_start()
-        if bid == 0:
-            self.route.build((ids, count, expert_map, global_experts, experts), scratch, entries, pairs, tid)
+        if bid < PARTS:
+            inputs = (ids, count, expert_map, global_experts, experts)
+            self.route.build(inputs, scratch, entries, pairs, tid, bid)
         else:
-            for i in cutlass.range((bid - 1) * THREADS + tid, chunks, (grid - 1) * THREADS, unroll=1):
-                # 16 bytes of the output: one word of each of the four column groups
-                block = x + Int64(i // 8) * 128 + Int64(i % 8) * 4
-                out = [ptx.ldg32(block + 32 * q) for q in range(4)]
-                ptx.stg128(arranged + Int64(i) * 16, *out)
+            stride = (grid - PARTS) * THREADS
+            for i in cutlass.range((bid - PARTS) * THREADS + tid, chunks, stride * AT_ONCE, unroll=1):
+                places = [cutlass.min(i + j * stride, chunks - 1) for j in range(AT_ONCE)]
+                found = [self.columns(x, place) for place in places]
+                for place, quad in zip(places, found, strict=True):
+                    ptx.stg128(arranged + Int64(place) * 16, *quad)
+
+    @cute.jit
+    def columns(self, x: Int64, place: Int32):
+        """16 bytes of the output: one word of each of the four column groups."""
+        block = x + Int64(place >> 3) * 128 + Int64((place & 7) * 4)
+        return [ptx.ldg32(block + 32 * q) for q in range(4)]

@@ -165,7 +165,7 @@ class ExpertGemm:
         if cutlass.const_expr(c.own_pairs > 0):
             entries = tables
             pairs = tables + 8 * (1 + c.own_pairs)
-            self.route.build(inputs, base, entries, pairs, tid)
+            self.route.build(inputs, base, entries, pairs, tid, Int32(0))
             cute.arch.sync_threads()
         self.stream.init_barriers(bars, lane)
 

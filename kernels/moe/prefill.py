@@ -119,7 +119,7 @@ class Prefill:
         """
         inputs = (ids, tokens * self.c.topk, expert_map, global_experts, experts)
         x_address = x.iterator.toint()
-        self.arrange.launch(inputs, entries, pairs, x_address, arranged, tokens, hidden, ctas - 1, stream)
+        self.arrange.launch(inputs, entries, pairs, x_address, arranged, tokens, hidden, ctas, stream)
         self.up.launch(
             arranged, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13, entries,
             pairs, router, h, inner, inner // 16, hidden // 64, ctas, stream,

@@ -1,6 +1,6 @@
 """Routing: from top-k expert ids to the work tiles of the grouped GEMMs.
 
-One CTA counts the pairs (token, k) of each local expert and writes two tables:
+A CTA, or several that share the work, counts the pairs (token, k) of each local expert and writes two tables:
 
     entries  int32 [1 + n, 2]  word 0 of the first row = n; then of each work tile, ordered by expert:
                                expert, first slot << 8 | tokens (<= tile)
@@ -25,6 +25,7 @@ from .. import ptx
 
 THREADS = 1024
 COUNTERS = 16384  # that many fit into shared memory everywhere
+MANY_COUNTERS = 32768  # on Hopper, where several CTAs share the work
 MOST_TILE = 255  # tokens; a byte of an entry
 
 
@@ -32,6 +33,7 @@ MOST_TILE = 255  # tokens; a byte of an entry
 class RouteConfig:
     """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
     `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory.
+    `parts`: CTAs that each place a part of the pairs into global tables, after counting all of them.
 
     Raises ValueError for what the tables cannot hold.
     """
@@ -42,6 +44,7 @@ class RouteConfig:
     mapped: bool
     shared_pairs: int
     threads: int = THREADS
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.capacity % self.threads:
@@ -61,12 +64,18 @@ class RouteConfig:
     @property
     def ranks(self) -> int:
         """Warps that each count and place a run of the pairs, with tables in global memory."""
-        return max(1, min(self.threads // 32, COUNTERS // self.capacity))
+        counters = COUNTERS if self.parts == 1 else MANY_COUNTERS
+        return max(1, min(self.threads // 32, counters // self.capacity))
+
+    @property
+    def rows(self) -> int:
+        """Counters of an expert: the ranks', and those of the pairs before and behind this CTA's part."""
+        return 1 if self.shared else self.ranks + (2 if self.parts > 1 else 0)
 
     @property
     def counters(self) -> int:
         """One for each expert, and each rank."""
-        return self.capacity * (1 if self.shared else self.ranks)
+        return self.capacity * self.rows
 
     @property
     def scratch_bytes(self) -> int:
@@ -99,7 +108,7 @@ class Route:
         """Enqueues the routing into global memory."""
         ids, count, expert_map, global_experts, experts = inputs
         self.kernel(ids, count, expert_map, global_experts, experts, entries, pairs, pdl).launch(
-            grid=[1, 1, 1], block=[self.c.threads, 1, 1], stream=stream, use_pdl=pdl
+            grid=[self.c.parts, 1, 1], block=[self.c.threads, 1, 1], stream=stream, use_pdl=pdl
         )
 
     @cute.kernel
@@ -108,6 +117,7 @@ class Route:
         entries: Int64, pairs: Int64, pdl: cutlass.Constexpr,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
+        part, _, _ = cute.arch.block_idx()
         words = cutlass.const_expr(self.c.scratch_bytes // 4)
         scratch = Int32(
             cutlass.memory.SmemAllocator().allocate_array(Uint32, words, byte_alignment=16).toint()
@@ -115,11 +125,14 @@ class Route:
         if cutlass.const_expr(pdl):
             ptx.wait_for_predecessor()
             ptx.dependents_may_start()
-        self.build((ids, count, expert_map, global_experts, experts), scratch, entries, pairs, tid)
+        self.build((ids, count, expert_map, global_experts, experts), scratch, entries, pairs, tid, part)
 
     @cute.jit
-    def build(self, inputs: tuple, scratch: Int32, entries, pairs, tid: Int32):
-        """Fills the tables; called by all threads of a CTA, which must synchronise before they read them."""
+    def build(self, inputs: tuple, scratch: Int32, entries, pairs, tid: Int32, part: Int32):
+        """Fills the tables; called by all threads of a CTA, which must synchronise before they read them.
+
+        `part`: which part of the pairs this CTA places.
+        """
         c = self.c
         for i in cutlass.range_constexpr(c.counters // c.threads):
             ptx.sts32(scratch + (i * c.threads + tid) * 4, Uint32(0))
@@ -127,17 +140,19 @@ class Route:
         if cutlass.const_expr(c.shared):
             self.count_pairs(inputs, scratch, tid)
         else:
-            self.count_runs(inputs, scratch, tid)
+            self.count_runs(inputs, scratch, tid, part)
+            if cutlass.const_expr(c.parts > 1):
+                self.count_others(inputs, scratch, tid, part)
         cute.arch.sync_threads()
-        self.put_entries(scratch, entries, tid)
+        self.put_entries(scratch, entries, tid, part)
         cute.arch.sync_threads()
         if cutlass.const_expr(c.shared):
             self.place_pairs(inputs, scratch, pairs, tid)
         else:
-            self.place_runs(inputs, scratch, pairs, tid)
+            self.place_runs(inputs, scratch, pairs, tid, part)
 
     @cute.jit
-    def put_entries(self, scratch: Int32, entries, tid: Int32):
+    def put_entries(self, scratch: Int32, entries, tid: Int32, part: Int32):
         """Work tiles of all experts; counters become the cursors from which pairs take their slots."""
         c = self.c
         totals = scratch + c.counters * 4
@@ -154,20 +169,23 @@ class Route:
         for i in cutlass.range_constexpr(share):
             e = tid * share + i
             self.set_cursors(scratch, e, tokens, mine[i])
-            for t in cutlass.range((mine[i] + (c.tile - 1)) // c.tile, unroll=1):
+            count = Int32(0)
+            if part == 0:
+                count = (mine[i] + (c.tile - 1)) // c.tile
+            for t in cutlass.range(count, unroll=1):
                 size = mine[i] - t * c.tile
                 if size > c.tile:
                     size = Int32(c.tile)
                 self.put2(entries, 1 + tiles + t, Uint32(e), Uint32((tokens + t * c.tile) << 8 | size))
             tokens += mine[i]
             tiles += (mine[i] + (c.tile - 1)) // c.tile
-        if tid == 0:
+        if tid == 0 and part == 0:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
 
     @cute.jit
     def tokens_of(self, scratch: Int32, e: Int32):
         total = Int32(0)
-        for r in cutlass.range_constexpr(self.c.counters // self.c.capacity):
+        for r in cutlass.range_constexpr(self.c.rows):
             total += Int32(ptx.lds32(scratch + (r * self.c.capacity + e) * 4))
         return total
 
@@ -177,27 +195,47 @@ class Route:
             ptx.sts32(scratch + e * 4, Uint32(tokens << 16 | first))
         else:
             cursor = first
+            if cutlass.const_expr(self.c.parts > 1):
+                cursor += Int32(ptx.lds32(scratch + (self.c.ranks * self.c.capacity + e) * 4))
             for r in cutlass.range_constexpr(self.c.ranks):
                 place = scratch + (r * self.c.capacity + e) * 4
                 count = Int32(ptx.lds32(place))
                 ptx.sts32(place, Uint32(cursor))
                 cursor += count
 
-    # ---- tables in global memory: every rank has a run of consecutive pairs ------------------------
+    # ---- tables in global memory: every rank of every part has a run of consecutive pairs ----------
 
     @cute.jit
-    def run_of(self, count: Int32, rank: Int32):
-        """Where a rank's pairs begin and end; whole batches, but for the last rank's."""
+    def run_of(self, count: Int32, run: Int32):
+        """Where a run begins and ends; whole batches, but for the last one."""
         batch = cutlass.const_expr(32 * self.c.batch)
-        size = (count + (self.c.ranks * batch - 1)) // (self.c.ranks * batch) * batch
-        return cutlass.min(rank * size, count), cutlass.min((rank + 1) * size, count)
+        runs = cutlass.const_expr(self.c.ranks * self.c.parts)
+        size = (count + (runs * batch - 1)) // (runs * batch) * batch
+        return cutlass.min(run * size, count), cutlass.min((run + 1) * size, count)
 
     @cute.jit
-    def count_runs(self, inputs: tuple, scratch: Int32, tid: Int32):
+    def count_others(self, inputs: tuple, scratch: Int32, tid: Int32, part: Int32):
+        """Counts the pairs of the parts before and behind this one."""
+        c = self.c
+        begin, _ = self.run_of(inputs[1], part * c.ranks)
+        _, end = self.run_of(inputs[1], part * c.ranks + (c.ranks - 1))
+        before = scratch + c.ranks * (c.capacity * 4)
+        for p in cutlass.range(tid, inputs[1], c.threads * c.batch, unroll=1):
+            found = self.local_experts(p, c.threads, inputs)
+            for i in cutlass.range_constexpr(c.batch):
+                pair = p + i * c.threads
+                counters = before
+                if pair >= end:
+                    counters = before + c.capacity * 4
+                if found[i] >= 0 and (pair < begin or pair >= end):
+                    ptx.atom_add_shared(counters + found[i] * 4, Uint32(1))
+
+    @cute.jit
+    def count_runs(self, inputs: tuple, scratch: Int32, tid: Int32, part: Int32):
         c = self.c
         rank = tid // 32
         if rank < c.ranks:
-            begin, end = self.run_of(inputs[1], rank)
+            begin, end = self.run_of(inputs[1], part * c.ranks + rank)
             mine = scratch + rank * (c.capacity * 4)
             for p in cutlass.range(begin, end, 32 * c.batch, unroll=1):
                 found = self.local_experts(p + tid % 32, 32, inputs)
@@ -206,12 +244,12 @@ class Route:
                         ptx.atom_add_shared(mine + found[i] * 4, Uint32(1))
 
     @cute.jit
-    def place_runs(self, inputs: tuple, scratch: Int32, pairs, tid: Int32):
+    def place_runs(self, inputs: tuple, scratch: Int32, pairs, tid: Int32, part: Int32):
         c = self.c
         rank = tid // 32
         lane = tid % 32
         if rank < c.ranks:
-            begin, end = self.run_of(inputs[1], rank)
+            begin, end = self.run_of(inputs[1], part * c.ranks + rank)
             mine = scratch + rank * (c.capacity * 4)
             for p in cutlass.range(begin, end, 32 * c.batch, unroll=1):
                 found = self.local_experts(p + lane, 32, inputs)
