@@ -24,6 +24,8 @@ MATRICES = ("tiles", "bases", "slices", "starts", "records", "dense")
 class CuteExecution:
     """Weights in fragment order, scales compressed or native; see `kernels.layout` for the resident form."""
 
+    takes_whole_scales = True
+
     def __init__(self, native: bool = False) -> None:
         self._native = native
         self.name = "cute, native scales" if native else "cute"
@@ -101,6 +103,10 @@ class CuteExecution:
         return total - sum(
             s.experts * s.row_blocks * s.k_tiles * layout.WEIGHT_BYTES for s in self._shapes.values()
         )
+
+    def exceptions(self, resident: Tensors) -> int:
+        view = self._view(resident)
+        return layout.exceptions(view.w13) + layout.exceptions(view.w2)
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -187,6 +193,10 @@ def _decoded(
     group = max(1, GROUP_BYTES // (weight[0].numel() * 8))
     for start in range(0, weight.shape[0], group):
         stop = min(start + group, weight.shape[0])
+        if planes.native:
+            whole = planes.fixed.view(weight.shape[0], halves * planes.rows, planes.cols)
+            yield slice(start, stop), whole[start:stop]
+            continue
         index = torch.arange(start * halves, stop * halves, device=weight.device)
         out = torch.empty(len(index), size + 1, dtype=torch.uint8, device=weight.device)
         scale = reference.decode_planes(planes, index, out)

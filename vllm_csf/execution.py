@@ -23,6 +23,8 @@ SCALES = ("csf", "native")
 
 class Execution(Protocol):
     name: str
+    takes_whole_scales: bool
+    """Whether `prepare` is best given plain scales as they are, instead of compressed."""
 
     def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan | None:
         """What calls of the layer will need, None where that is nothing but scratch."""
@@ -38,6 +40,9 @@ class Execution(Protocol):
 
     def scale_bytes(self, resident: Tensors) -> int:
         """Bytes of the resident tensors that stand for block scales."""
+
+    def exceptions(self, resident: Tensors) -> int:
+        """How many scales the resident tensors keep outside the codes."""
 
     def scratch_bytes(self) -> int:
         """Bytes of shared scratch that a call needs."""
@@ -61,6 +66,7 @@ class ReferenceExecution:
     def __init__(self, native: bool = False) -> None:
         self._native = native
         self.name = "reference, native scales" if native else "reference"
+        self.takes_whole_scales = native
 
     @staticmethod
     def supports(device: torch.device) -> bool:
@@ -97,6 +103,9 @@ class ReferenceExecution:
     def scale_bytes(self, resident: Tensors) -> int:
         kinds = ("fixed", "offsets", "entries")
         return sum(t.nbytes for name, t in resident.items() if name.startswith(kinds))
+
+    def exceptions(self, resident: Tensors) -> int:
+        return sum(int(resident[f"offsets{half}"][-1]) for half in self._planes)
 
     def scratch_bytes(self) -> int:
         return reference.scratch_bytes(*self._shape)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .execution import Execution
+from .execution import Execution, Tensors
 from .kernels import reference
 from .kernels.compiled.build import Account
 from .kernels.compiled.cache import ProgramCache
@@ -88,11 +88,11 @@ class Ledger:
         layer_name: str,
         layer: reference.ExpertLayer,
         execution: Execution,
-        resident: int,
+        resident: Tensors,
         device: torch.device,
     ) -> None:
-        """A layer is ready. With the last one all programs are made ready and what came of it is logged;
-        a later reload says nothing."""
+        """A layer is ready, in the `resident` tensors of its execution. With the last one all programs are
+        made ready and what came of it is logged; a later reload says nothing."""
         scratch = self.scratch(device)
         scratch.reserve(execution.scratch_bytes())
         if layer_name not in self._expected:
@@ -101,8 +101,8 @@ class Ledger:
         planes = (layer.scales13, layer.scales2)
         self._totals.layers += 1
         self._totals.native += sum(p.fixed.shape[0] * p.rows * p.cols for p in planes)
-        self._totals.resident += resident
-        self._totals.exceptions += sum(int(p.offsets[-1]) for p in planes)
+        self._totals.resident += execution.scale_bytes(resident)
+        self._totals.exceptions += execution.exceptions(resident)
         if not self._expected:
             account = self._finish(device)
             if self._speaks:

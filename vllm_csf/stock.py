@@ -60,9 +60,10 @@ class _NvFp4ExpertsCompressed:
             kind = ExpertsKind.CSF if self.csf_encoded else ExpertsKind.NVFP4
         if kind in (ExpertsKind.CSF, ExpertsKind.NVFP4):
             ledger = ledger_of(self, _new_ledger)
+            plain = kind is ExpertsKind.NVFP4
             if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
-                return CsfMoEMethod(layer, MODELOPT, False, ledger)
-            return CsfMoEMethod(layer, self._dialect(prefix), kind is ExpertsKind.CSF, ledger)
+                return CsfMoEMethod(layer, MODELOPT, False, plain, ledger)
+            return CsfMoEMethod(layer, self._dialect(prefix), not plain, plain, ledger)
         if kind is ExpertsKind.UNQUANTIZED:
             return compat.UnquantizedFusedMoEMethod(layer.moe_config)
         if kind is ExpertsKind.OTHER and declared:

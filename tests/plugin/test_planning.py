@@ -148,7 +148,7 @@ def served_layer(ledger: Ledger, name: str, tokens: int = 8192, folder: str | No
         resident = execution.prepare(layer)
         scratch = ledger.scratch(CPU)
         ledger.try_with(plan, lambda: execution.try_out(resident, None, scratch))
-        ledger.done(name, layer, execution, execution.scale_bytes(resident), CPU)
+        ledger.done(name, layer, execution, resident, CPU)
         return resident
 
     return execution, with_weights
