@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,10 @@ import torch
 from .execution import Tensors
 from .kernels import layout, reference
 from .kernels.activation import Activation
+from .kernels.compiled.build import ProgramSet
 from .kernels.moe import experts as moe
 from .kernels.moe import programs
+from .layer_timer import Inputs, LayerTimer
 from .planning import LayerFacts, Limits, Plan, flag_words, geometry_of, make_plan
 from .startup import Served
 
@@ -52,6 +54,7 @@ class CuteExecution:
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
         assert self._served is not None
+        scratch.reserve(self.scratch_bytes())
         g, device = self._served.plan.geometry, resident["flags"].device
         for step in self._served.plan.steps:
             x = torch.zeros(step.first, g.hidden, dtype=torch.bfloat16, device=device)
@@ -153,6 +156,32 @@ class CuteExecution:
                 step.choice.ctas,
             )
         return out
+
+    def timer(
+        self,
+        resident: Tensors,
+        expert_map: torch.Tensor | None,
+        geometry: programs.Geometry,
+        own: ProgramSet,
+        others: ProgramSet,
+        nbytes: int,
+    ) -> LayerTimer:
+        view = self._view(resident)
+
+        def launch(
+            choice: programs.Choice,
+            program: Callable,
+            inputs: Inputs,
+            out: torch.Tensor,
+            scratch: reference.Scratch,
+        ) -> None:
+            taken = programs.workspace(scratch.take, geometry, choice, inputs.x.shape[0])
+            moe.run(
+                program, view, taken, resident["flags"], inputs.x, inputs.ids, inputs.weights, out,
+                expert_map, choice.ctas,
+            )  # fmt: skip
+
+        return LayerTimer(launch, geometry, own, others, nbytes)
 
     def _view(self, resident: Tensors) -> moe.PreparedExperts:
         matrices = {

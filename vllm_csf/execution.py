@@ -14,8 +14,11 @@ import torch
 
 from .kernels import reference
 from .kernels.activation import Activation
+from .kernels.compiled.build import ProgramSet
+from .kernels.moe.programs import Geometry
 from .planning import LayerFacts, Limits, Plan
 from .startup import Served
+from .tuning import TrialTimer
 
 Tensors = Mapping[str, torch.Tensor]
 SCALES = ("csf", "native")
@@ -33,7 +36,18 @@ class Execution(Protocol):
         """The plan to serve by, and later its programs."""
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
-        """Run every program of the plan once."""
+        """Run every program of the plan once, in scratch that is made large enough for all of them."""
+
+    def timer(
+        self,
+        resident: Tensors,
+        expert_map: torch.Tensor | None,
+        geometry: Geometry,
+        own: ProgramSet,
+        others: ProgramSet,
+        nbytes: int,
+    ) -> TrialTimer:
+        """Of candidates for the plan's programs, on this layer; may take so many bytes of the device."""
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         """The resident form of a layer, by name. Called again, with the same shapes, for new weights."""
@@ -80,6 +94,9 @@ class ReferenceExecution:
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
         """Nothing is compiled."""
+
+    def timer(self, *arguments: object) -> TrialTimer:
+        raise AssertionError("there is no plan, and nothing to tune")
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         self._shape = (layer.experts, layer.hidden, layer.width, layer.activation.gated)

@@ -96,7 +96,7 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         plan = self._execution.plan(facts, limits, device)
         if plan is not None:
             folder = compat.additional_setting("csf_cache_dir", "") or None
-            self._execution.serve_by(self._ledger.declare(plan, folder))
+            self._execution.serve_by(self._ledger.declare(plan, folder, device))
         self._plan = plan
 
     def process_weights_after_loading(self, layer: compat.RoutedExperts) -> None:
@@ -116,7 +116,8 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         if self._plan is not None:
             scratch = self._ledger.scratch(device)
             call = partial(self._execution.try_out, resident, layer.expert_map, scratch)
-            self._ledger.try_with(self._plan, call)
+            timer = partial(self._execution.timer, resident, layer.expert_map)
+            self._ledger.try_with(self._plan, call, timer)
         self._ledger.done(layer.layer_name, experts, self._execution, resident, device)
         del experts, w2
         release_cached(device, self._pooled)

@@ -142,7 +142,7 @@ def served_layer(ledger: Ledger, name: str, tokens: int = 8192, folder: str | No
     layer, execution = received(), cute.CuteExecution()
     ledger.expect(name)
     plan = execution.plan(facts(), Limits(tokens), CPU)
-    execution.serve_by(ledger.declare(plan, folder))
+    execution.serve_by(ledger.declare(plan, folder, CPU))
 
     def with_weights():
         resident = execution.prepare(layer)
