@@ -138,6 +138,16 @@ def pad(matrix: torch.Tensor, rows: int, columns: int, halves: int = 1) -> torch
     return out.view(experts, rows, columns)
 
 
+def pad_scales(scale: torch.Tensor, rows: int, columns: int, halves: int = 1) -> torch.Tensor:
+    """As `pad`, of scale bytes: added columns repeat the last one, so that they are seldom exceptions. The
+    weights there are zeros; only a NaN shows, in a row that the last column makes NaN anyway."""
+    out = pad(scale, rows, columns, halves)
+    own = scale.shape[2]
+    if own < columns:
+        out[:, :, own:] = out[:, :, own - 1 : own]
+    return out
+
+
 # ---- FP4 weights ---------------------------------------------------------------------------------
 
 
@@ -423,6 +433,15 @@ def _read_records(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.
     at = (base + first + (first & 1))[deep] + 2 * _ranks(deep)
     words = torch.cat((records[base[owner] + _ranks(owner)], records[at + 1]))
     return torch.cat((owner, deep)), torch.cat((lane, records[at] & 31)), words
+
+
+def exceptions(m: PreparedMatrix) -> int:
+    """How many scales are kept outside the codes: in records, or in dense slices. Waits for the device."""
+    s = m.shape
+    mask, info = m.slices.to(torch.int64).unbind(-1)
+    lanes = (mask[..., None] >> torch.arange(32, device=mask.device) & 1).sum(-1)
+    tiles = (s.k_tiles - torch.arange(s.slices, device=mask.device) * SLICE_TILES).clamp(max=SLICE_TILES)
+    return int(torch.where(info < 0, tiles * TILE_SCALES, lanes + (info >> 24)).sum())
 
 
 def unpack(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,14 +55,23 @@ class ScalePlanes:
     longest: int
     native: bool = False
 
+    @classmethod
+    def of_bytes(cls, scales: torch.Tensor, rows: int, cols: int) -> ScalePlanes:
+        """Native, of uint8 [P, rows * cols]."""
+        offsets = torch.zeros(scales.shape[0] + 1, dtype=torch.int64, device=scales.device)
+        return cls(
+            scales, offsets, torch.empty(0, dtype=torch.int32, device=scales.device), rows, cols, 0, True
+        )
+
     def expand(self) -> ScalePlanes:
         """The same scales, native."""
+        if self.native:
+            return self
         size, device = self.rows * self.cols, self.fixed.device
         index = torch.arange(self.fixed.shape[0], device=device)
         out = torch.empty(len(index), size + 1, dtype=torch.uint8, device=device)
         scale = decode_planes(self, index, out).reshape(-1, size).contiguous()
-        nothing = self.entries[:0]
-        return ScalePlanes(scale, torch.zeros_like(self.offsets), nothing, self.rows, self.cols, 0, True)
+        return ScalePlanes.of_bytes(scale, self.rows, self.cols)
 
 
 @dataclass(frozen=True)

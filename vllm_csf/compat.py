@@ -51,6 +51,7 @@ __all__ = [
     "modelopt_method",
     "refusals",
     "set_weight_attrs",
+    "tuning_argument",
 ]
 
 # The layerwise reload counts copied elements and finishes a layer once it has seen them all. The
@@ -70,6 +71,12 @@ def additional_setting(name: str, default: str) -> str:
     """A value of ``--additional-config '{"name": "value"}'``."""
     extra = get_current_vllm_config().additional_config
     return str(extra.get(name, default)) if isinstance(extra, dict) else default
+
+
+def tuning_argument() -> Any:
+    """The field `tuning` of ``--quantization-config``; None where it was not given."""
+    model = get_current_vllm_config().model_config
+    return getattr(getattr(model, "quantization_config", None), "tuning", None)
 
 
 def call_limits(moe: Any) -> tuple[int, tuple[int, ...], int]:

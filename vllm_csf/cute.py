@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,10 @@ import torch
 from .execution import Tensors
 from .kernels import layout, reference
 from .kernels.activation import Activation
+from .kernels.compiled.build import ProgramSet
 from .kernels.moe import experts as moe
 from .kernels.moe import programs
+from .layer_timer import Inputs, LayerTimer
 from .planning import LayerFacts, Limits, Plan, flag_words, geometry_of, make_plan
 from .startup import Served
 
@@ -23,6 +25,8 @@ MATRICES = ("tiles", "bases", "slices", "starts", "records", "dense")
 
 class CuteExecution:
     """Weights in fragment order, scales compressed or native; see `kernels.layout` for the resident form."""
+
+    takes_whole_scales = True
 
     def __init__(self, native: bool = False) -> None:
         self._native = native
@@ -50,6 +54,7 @@ class CuteExecution:
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
         assert self._served is not None
+        scratch.reserve(self.scratch_bytes())
         g, device = self._served.plan.geometry, resident["flags"].device
         for step in self._served.plan.steps:
             x = torch.zeros(step.first, g.hidden, dtype=torch.bfloat16, device=device)
@@ -102,6 +107,10 @@ class CuteExecution:
             s.experts * s.row_blocks * s.k_tiles * layout.WEIGHT_BYTES for s in self._shapes.values()
         )
 
+    def exceptions(self, resident: Tensors) -> int:
+        view = self._view(resident)
+        return layout.exceptions(view.w13) + layout.exceptions(view.w2)
+
     # ---- calls -----------------------------------------------------------------------------------
 
     def scratch_bytes(self) -> int:
@@ -148,6 +157,32 @@ class CuteExecution:
             )
         return out
 
+    def timer(
+        self,
+        resident: Tensors,
+        expert_map: torch.Tensor | None,
+        geometry: programs.Geometry,
+        own: ProgramSet,
+        others: ProgramSet,
+        nbytes: int,
+    ) -> LayerTimer:
+        view = self._view(resident)
+
+        def launch(
+            choice: programs.Choice,
+            program: Callable,
+            inputs: Inputs,
+            out: torch.Tensor,
+            scratch: reference.Scratch,
+        ) -> None:
+            taken = programs.workspace(scratch.take, geometry, choice, inputs.x.shape[0])
+            moe.run(
+                program, view, taken, resident["flags"], inputs.x, inputs.ids, inputs.weights, out,
+                expert_map, choice.ctas,
+            )  # fmt: skip
+
+        return LayerTimer(launch, geometry, own, others, nbytes)
+
     def _view(self, resident: Tensors) -> moe.PreparedExperts:
         matrices = {
             half: layout.PreparedMatrix(shape, *(resident[f"{name}{half}"] for name in MATRICES))
@@ -187,6 +222,10 @@ def _decoded(
     group = max(1, GROUP_BYTES // (weight[0].numel() * 8))
     for start in range(0, weight.shape[0], group):
         stop = min(start + group, weight.shape[0])
+        if planes.native:
+            whole = planes.fixed.view(weight.shape[0], halves * planes.rows, planes.cols)
+            yield slice(start, stop), whole[start:stop]
+            continue
         index = torch.arange(start * halves, stop * halves, device=weight.device)
         out = torch.empty(len(index), size + 1, dtype=torch.uint8, device=weight.device)
         scale = reference.decode_planes(planes, index, out)

@@ -21,11 +21,16 @@ def fill(layer: torch.nn.Module, intake: Intake, dialect: Dialect) -> None:
         # One expert's worth of random bytes for all: dummy runs measure time, not text.
         weight.copy_(_random(*weight.shape[1:], generator=generator))
         getattr(layer, f"{half}_{dialect.global_scale}").data.fill_(ALPHA)
-    for name, shard in (("csf_fixed13", "w1"), ("csf_fixed2", "w2")):
+    for name, shard in (("csf_scales13", "w1"), ("csf_scales2", "w2")):
         rows, cols = intake.shape.local_plane(shard)
-        slabs = _random(rows // 16, 16 * (1 + cols // 2), generator=generator)
-        slabs[:, :16] = BASE
-        getattr(layer, name).data.copy_(slabs.view(-1))
+        if intake.whole:
+            scales = BASE + _random(rows * cols, generator=generator) % 16
+            scales[_positions(rows, cols).long()] = EXCEPTION
+        else:
+            slabs = _random(rows // 16, 16 * (1 + cols // 2), generator=generator)
+            slabs[:, :16] = BASE
+            scales = slabs.view(-1)
+        getattr(layer, name).data.copy_(scales)
     for shard in intake.shape.shards:
         intake.invent(shard, _exceptions(*intake.shape.local_plane(shard)))
 
@@ -35,6 +40,10 @@ def _random(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _exceptions(rows: int, cols: int) -> torch.Tensor:
+    return _positions(rows, cols) | EXCEPTION << 24
+
+
+def _positions(rows: int, cols: int) -> torch.Tensor:
+    """Of the exceptions of a plane: int32 [n]."""
     count = max(1, round(EXCEPTION_SHARE * rows * cols))
-    position = torch.arange(count, dtype=torch.int32, device="cpu") * (rows * cols // count)
-    return position | EXCEPTION << 24
+    return torch.arange(count, dtype=torch.int32, device="cpu") * (rows * cols // count)

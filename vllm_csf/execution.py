@@ -14,8 +14,11 @@ import torch
 
 from .kernels import reference
 from .kernels.activation import Activation
+from .kernels.compiled.build import ProgramSet
+from .kernels.moe.programs import Geometry
 from .planning import LayerFacts, Limits, Plan
 from .startup import Served
+from .tuning import TrialTimer
 
 Tensors = Mapping[str, torch.Tensor]
 SCALES = ("csf", "native")
@@ -23,6 +26,8 @@ SCALES = ("csf", "native")
 
 class Execution(Protocol):
     name: str
+    takes_whole_scales: bool
+    """Whether `prepare` is best given plain scales as they are, instead of compressed."""
 
     def plan(self, facts: LayerFacts, limits: Limits, device: torch.device) -> Plan | None:
         """What calls of the layer will need, None where that is nothing but scratch."""
@@ -31,13 +36,27 @@ class Execution(Protocol):
         """The plan to serve by, and later its programs."""
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
-        """Run every program of the plan once."""
+        """Run every program of the plan once, in scratch that is made large enough for all of them."""
+
+    def timer(
+        self,
+        resident: Tensors,
+        expert_map: torch.Tensor | None,
+        geometry: Geometry,
+        own: ProgramSet,
+        others: ProgramSet,
+        nbytes: int,
+    ) -> TrialTimer:
+        """Of candidates for the plan's programs, on this layer; may take so many bytes of the device."""
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         """The resident form of a layer, by name. Called again, with the same shapes, for new weights."""
 
     def scale_bytes(self, resident: Tensors) -> int:
         """Bytes of the resident tensors that stand for block scales."""
+
+    def exceptions(self, resident: Tensors) -> int:
+        """How many scales the resident tensors keep outside the codes."""
 
     def scratch_bytes(self) -> int:
         """Bytes of shared scratch that a call needs."""
@@ -61,6 +80,7 @@ class ReferenceExecution:
     def __init__(self, native: bool = False) -> None:
         self._native = native
         self.name = "reference, native scales" if native else "reference"
+        self.takes_whole_scales = native
 
     @staticmethod
     def supports(device: torch.device) -> bool:
@@ -74,6 +94,9 @@ class ReferenceExecution:
 
     def try_out(self, resident: Tensors, expert_map: torch.Tensor | None, scratch: reference.Scratch) -> None:
         """Nothing is compiled."""
+
+    def timer(self, *arguments: object) -> TrialTimer:
+        raise AssertionError("there is no plan, and nothing to tune")
 
     def prepare(self, layer: reference.ExpertLayer) -> dict[str, torch.Tensor]:
         self._shape = (layer.experts, layer.hidden, layer.width, layer.activation.gated)
@@ -97,6 +120,9 @@ class ReferenceExecution:
     def scale_bytes(self, resident: Tensors) -> int:
         kinds = ("fixed", "offsets", "entries")
         return sum(t.nbytes for name, t in resident.items() if name.startswith(kinds))
+
+    def exceptions(self, resident: Tensors) -> int:
+        return sum(int(resident[f"offsets{half}"][-1]) for half in self._planes)
 
     def scratch_bytes(self) -> int:
         return reference.scratch_bytes(*self._shape)

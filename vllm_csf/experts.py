@@ -23,16 +23,20 @@ PREFIX = "csf_"
 class CsfMoEMethod(compat.FusedMoEMethodBase):
     """Serves the experts of one layer from compressed scales.
 
-    streams: the checkpoint holds CSF streams (and the loader does not hide them).
+    streams: the checkpoint holds CSF streams (and the loader does not hide them). plain: it holds plain
+    scales.
     Raises ValueError, with everything that stands in the way, where the deployment cannot be served.
     """
 
-    def __init__(self, layer: compat.RoutedExperts, dialect: Dialect, streams: bool, ledger: Ledger) -> None:
+    def __init__(
+        self, layer: compat.RoutedExperts, dialect: Dialect, streams: bool, plain: bool, ledger: Ledger
+    ) -> None:
         super().__init__(layer.moe_config)
         if found := compat.refusals(layer):
             raise ValueError(f"{layer.layer_name}: csf_nvfp4 does not serve " + "; ".join(found))
         self._dialect = dialect
         self._streams = streams
+        self._plain = plain
         self._ledger = ledger
         self._activation: Activation = compat.activation_of(layer.moe_config)
         self._dummy = compat.load_format() == "dummy"
@@ -61,21 +65,23 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         )
         room = float(compat.additional_setting("csf_exception_room", "0"))
         divides = self._dialect.global_scale_divides
-        intake = Intake(layer, shape, compat.local_expert(layer), divides, room)
-        register_parameters(layer, intake, self._dialect, self._streams, compat.NEVER_COMPLETE)
-        self._intake = intake
+        device = torch.empty(0).device  # vLLM makes a model with the device as torch's default
         self._execution: Execution = choose(
             compat.additional_setting("csf_execution", "auto"),
-            layer.csf_fixed2.device,
+            device,
             params_dtype,
             self._activation,
             hidden_size,
             compat.additional_setting("csf_scales", "csf"),
         )
+        whole = self._plain and self._execution.takes_whole_scales
+        intake = Intake(layer, shape, compat.local_expert(layer), divides, room, whole)
+        register_parameters(layer, intake, self._dialect, self._streams, compat.NEVER_COMPLETE)
+        self._intake = intake
         self._ledger.expect(layer.layer_name)
-        self._make_plan(layer, shape)
+        self._make_plan(layer, shape, device)
 
-    def _make_plan(self, layer: compat.RoutedExperts, shape: LayerShape) -> None:
+    def _make_plan(self, layer: compat.RoutedExperts, shape: LayerShape, device: torch.device) -> None:
         expert_map = layer.expert_map
         facts = LayerFacts(
             experts=shape.experts,
@@ -87,10 +93,10 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
             mapped=expert_map is not None,
         )
         limits = Limits(*compat.call_limits(self.moe))
-        plan = self._execution.plan(facts, limits, layer.csf_fixed2.device)
+        plan = self._execution.plan(facts, limits, device)
         if plan is not None:
             folder = compat.additional_setting("csf_cache_dir", "") or None
-            self._execution.serve_by(self._ledger.declare(plan, folder))
+            self._execution.serve_by(self._ledger.declare(plan, folder, device))
         self._plan = plan
 
     def process_weights_after_loading(self, layer: compat.RoutedExperts) -> None:
@@ -100,18 +106,19 @@ class CsfMoEMethod(compat.FusedMoEMethodBase):
         w13, w2, alphas13, alphas2 = (source.data for source in sources)
         experts = self._intake.finish(w13, w2, (alphas13, alphas2), self._activation)
         resident = self._execution.prepare(experts)
-        for name in (*self._source_names(), "csf_fixed13", "csf_fixed2"):
+        for name in (*self._source_names(), "csf_scales13", "csf_scales2"):
             delattr(layer, name)
         for name, tensor in resident.items():
             layer.register_parameter(PREFIX + name, torch.nn.Parameter(tensor, requires_grad=False))
         self._resident_names = tuple(resident)
         del sources, w13, alphas13, alphas2
-        device, scale_bytes = w2.device, self._execution.scale_bytes(resident)
+        device = w2.device
         if self._plan is not None:
             scratch = self._ledger.scratch(device)
             call = partial(self._execution.try_out, resident, layer.expert_map, scratch)
-            self._ledger.try_with(self._plan, call)
-        self._ledger.done(layer.layer_name, experts, self._execution, scale_bytes, device)
+            timer = partial(self._execution.timer, resident, layer.expert_map)
+            self._ledger.try_with(self._plan, call, timer)
+        self._ledger.done(layer.layer_name, experts, self._execution, resident, device)
         del experts, w2
         release_cached(device, self._pooled)
 

@@ -22,6 +22,7 @@ REQUIRED = ("weight", "scale", "global_scale")
 GROUP = 16
 
 Key = tuple[int, str]  # local expert, "w1" | "w3" | "w2"
+Scales = Plane | torch.Tensor  # of one projection: compressed, or the bytes uint8 [rows, cols]
 
 
 @dataclass(frozen=True)
@@ -71,33 +72,36 @@ class Intake:
         local_expert: Callable[[int], int],
         global_scale_divides: bool,
         exception_room: float = 0.0,
+        whole: bool = False,
     ) -> None:
         """exception_room: share of the scales, 0 to 1, that later weights may have as exceptions, if that
-        is more than the first ones have (and a quarter)."""
+        is more than the first ones have (and a quarter). whole: scales come plain and are kept as they
+        are, for an execution that compresses them itself; else they are kept as CSF streams."""
         # A strong reference would keep a dropped model alive through vLLM's record of its parameters.
         self._layer = weakref.ref(layer)
         self.shape = shape
         self._local_expert = local_expert
         self._global_scale_divides = global_scale_divides
         self._exception_room = exception_room
+        self.whole = whole
         self._room: dict[str, tuple[int, int]] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._arrived: set[tuple[int, str, str]] = set()
         self._streams: dict[Key, dict[str, torch.Tensor]] = {}
-        self._held: dict[Key, Callable[[], Plane | None]] = {}
+        self._held: dict[Key, Callable[[], Scales | None]] = {}
         self._exceptions: dict[Key, torch.Tensor] = {}
 
     @property
     def empty(self) -> bool:
         return not self._arrived
 
-    def fixed_shapes(self) -> Iterator[tuple[str, int, int]]:
-        """(parameter, planes, bytes of a plane) of the resident fixed streams."""
-        for name, shard, halves in (("csf_fixed13", "w1", self.shape.halves), ("csf_fixed2", "w2", 1)):
+    def staged_shapes(self) -> Iterator[tuple[str, int, int]]:
+        """(parameter, planes, bytes of a plane) of where scales wait on the device until all have come."""
+        for name, shard, halves in (("csf_scales13", "w1", self.shape.halves), ("csf_scales2", "w2", 1)):
             rows, cols = self.shape.local_plane(shard)
-            yield name, self.shape.experts * halves, rows * (1 + cols // 2)
+            yield name, self.shape.experts * halves, rows * (cols if self.whole else 1 + cols // 2)
 
     def receiver(self, part: str) -> Callable[..., bool | None]:
         """A weight loader, with the signature that vLLM's models call, for one part of a projection."""
@@ -172,7 +176,7 @@ class Intake:
         self._arrive(key, "scale", name)
         rows, cols = self.shape.matrix(key[1])
         _check(name, loaded, (rows, cols // GROUP), 1)
-        self._offer(key, lambda: self._plane_of_scale(loaded, name, key[1]))
+        self._offer(key, lambda: self._scales_of(loaded, name, key[1]))
 
     def _on_unexpected_plain_scale(
         self, param: torch.Tensor, loaded: torch.Tensor, name: str, key: Key
@@ -195,36 +199,41 @@ class Intake:
             scale = f"{name.rpartition('.')[0]}.weight_scale"
             self._offer(key, lambda: self._plane_of_streams(streams, scale, key[1]))
 
-    def _offer(self, key: Key, plane: Callable[[], Plane | None]) -> None:
-        """Place a plane now, or, while a reload keeps the resident tensors away, when it ends."""
-        name = "csf_fixed2" if key[1] == "w2" else "csf_fixed13"
-        if self._resident(name).is_meta:
-            self._held[key] = plane
+    def _offer(self, key: Key, scales: Callable[[], Scales | None]) -> None:
+        """Place scales now, or, while a reload keeps the staging away, when it ends."""
+        name = "csf_scales2" if key[1] == "w2" else "csf_scales13"
+        if self._staged(name).is_meta:
+            self._held[key] = scales
         else:
-            self._place(key, plane())
+            self._place(key, scales())
 
-    def _resident(self, name: str) -> torch.Tensor:
+    def _staged(self, name: str) -> torch.Tensor:
         return getattr(self._layer(), name).data
 
-    def _place(self, key: Key, plane: Plane | None) -> None:
+    def _place(self, key: Key, scales: Scales | None) -> None:
         """Keep a rank's part of a plane; None where the rank owns no channel of the expert."""
         local, shard = key
         if shard == "w2":
-            target = self._resident("csf_fixed2")[local]
+            target = self._staged("csf_scales2")[local]
         else:
-            target = self._resident("csf_fixed13")[local * self.shape.halves + (shard == "w3")]
-        if plane is None:
+            target = self._staged("csf_scales13")[local * self.shape.halves + (shard == "w3")]
+        rows, cols = self.shape.local_plane(shard)
+        if scales is None:
             target.zero_()
-            self._exceptions[key] = torch.empty(0, dtype=torch.int32, device="cpu")
-            return
-        plane = codec.pad_plane(plane, *self.shape.local_plane(shard))
-        _copy_bytes(target, plane.fixed)
-        self._exceptions[key] = plane.exceptions.view(torch.int32)
+        elif isinstance(scales, Plane):
+            plane = codec.pad_plane(scales, rows, cols)
+            _copy_bytes(target, plane.fixed)
+            self._exceptions[key] = plane.exceptions.view(torch.int32)
+        else:
+            _place_whole(target.view(rows, cols), scales)
 
-    def _plane_of_scale(self, loaded: torch.Tensor, name: str, shard: str) -> Plane | None:
+    def _scales_of(self, loaded: torch.Tensor, name: str, shard: str) -> Scales | None:
+        """The rank's part of a plain scale."""
         if not self.shape.extent.count:
             return None
         rows, cols = self.shape.cut(shard, per=GROUP)
+        if self.whole:
+            return loaded[rows, cols].contiguous().view(torch.uint8)
         plane_of = getattr(getattr(loaded, "source", None), "plane", None)
         if plane_of is not None:
             return plane_of((rows.start, rows.stop), (cols.start, cols.stop))
@@ -242,7 +251,7 @@ class Intake:
     def invent(self, shard: str, exceptions: torch.Tensor) -> None:
         """Declare a projection of every expert arrived, for weights that are made up in place."""
         for local in range(self.shape.experts):
-            self._exceptions[(local, shard)] = exceptions
+            self._exceptions[local, shard] = exceptions
             self._arrived |= {(local, shard, part) for part in REQUIRED}
 
     def finish(
@@ -254,8 +263,8 @@ class Intake:
     ) -> reference.ExpertLayer:
         """The layer of the tensors that came. Raises FormatError naming what did not."""
         self._check_complete()
-        for key, plane in self._held.items():
-            self._place(key, plane())
+        for key, scales in self._held.items():
+            self._place(key, scales())
         layer = reference.ExpertLayer(
             w13, w2, self._planes("13"), self._planes("2"), *alphas, activation=activation
         )
@@ -276,16 +285,19 @@ class Intake:
 
     def _planes(self, half: str) -> reference.ScalePlanes:
         shards = ("w2",) if half == "2" else self.shape.shards[:-1]
-        keys = itertools.product(range(self.shape.experts), shards)
-        words = [self._exceptions[key] for key in keys]
-        fixed = self._resident(f"csf_fixed{half}")
-        counts = torch.tensor([len(w) for w in words], device="cpu")
+        staged = self._staged(f"csf_scales{half}")
         rows, cols = self.shape.local_plane(shards[0])
+        if self.whole:
+            return reference.ScalePlanes.of_bytes(staged, rows, cols)
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        keys = itertools.product(range(self.shape.experts), shards)
+        words = [self._exceptions.get(key, none) for key in keys]
+        counts = torch.tensor([len(w) for w in words], device="cpu")
         capacity, longest = self._room_for(half, counts, rows * cols)
-        entries = torch.zeros(capacity, dtype=torch.int32, device=fixed.device)
-        entries[: int(counts.sum())] = torch.cat(words).to(fixed.device)
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(fixed.device)
-        return reference.ScalePlanes(fixed, offsets, entries, rows, cols, longest)
+        entries = torch.zeros(capacity, dtype=torch.int32, device=staged.device)
+        entries[: int(counts.sum())] = torch.cat(words).to(staged.device)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(staged.device)
+        return reference.ScalePlanes(staged, offsets, entries, rows, cols, longest)
 
     def _room_for(self, half: str, counts: torch.Tensor, plane: int) -> tuple[int, int]:
         """Capacity of the exceptions of all planes, and of the longest one.
@@ -312,6 +324,15 @@ class Intake:
                     "start the server anew, or with more csf_exception_room in --additional-config"
                 )
         return room
+
+
+def _place_whole(target: torch.Tensor, scales: torch.Tensor) -> None:
+    """Rows of zeros below; columns at the right repeat the last one, which costs no exceptions."""
+    rows, cols = scales.shape
+    if scales.shape != target.shape:
+        target.zero_()
+    _copy_bytes(target[:rows, :cols], scales)
+    target[:rows, cols:] = target[:rows, cols - 1 : cols]
 
 
 def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

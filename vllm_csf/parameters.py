@@ -98,9 +98,9 @@ def register_parameters(
         layer.register_parameter(f"{half}_{dialect.global_scale}", alpha)
         layer.register_parameter(f"{half}_{dialect.input_scale}", Port(intake.receiver("input_scale")))
         _register_scales(layer, intake, f"{half}_weight_scale", streams)
-    for name, planes, length in intake.fixed_shapes():
-        fixed = torch.zeros(planes, length, dtype=torch.uint8)
-        layer.register_parameter(name, torch.nn.Parameter(fixed, requires_grad=False))
+    for name, planes, length in intake.staged_shapes():
+        staged = torch.zeros(planes, length, dtype=torch.uint8)
+        layer.register_parameter(name, torch.nn.Parameter(staged, requires_grad=False))
 
 
 def _loaded_by(receive: Receive, tensor: torch.Tensor) -> torch.nn.Parameter:

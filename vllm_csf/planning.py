@@ -133,12 +133,12 @@ def geometry_of(facts: LayerFacts, arch: str, multiprocessors: int) -> Geometry:
     )
 
 
-def make_plan(geometry: Geometry, limits: Limits) -> Plan:
+def make_plan(geometry: Geometry, limits: Limits, choices: tuple[Choice, ...] | None = None) -> Plan:
     """Every program that a call within the limits can need; larger calls than the last one takes run in
-    pieces, so that with those all are needed."""
+    pieces, so that with those all are needed. choices: other ones than the table of `programs` has."""
     steps: list[Step] = []
     first = 1
-    for choice in programs.choices(geometry):
+    for choice in choices if choices is not None else programs.choices(geometry):
         if first > limits.tokens:
             break
         wanted = tuple(programs.declared(replace(geometry, wide_ids=w), choice) for w in (False, True))

@@ -1,6 +1,8 @@
-"""Makes the quantization method ``csf_nvfp4`` and the load format ``csf`` known to vLLM."""
+"""Makes the quantization method ``csf_nvfp4``, the load format ``csf`` and a field of a flag known."""
 
 from __future__ import annotations
+
+import sys
 
 
 def register() -> None:
@@ -13,3 +15,7 @@ def register() -> None:
 
     register_quantization_config(CsfNvfp4Config.NAME)(CsfNvfp4Config)
     register_model_loader("csf")(CsfModelLoader)
+    if "vllm.engine.arg_utils" in sys.modules:  # not in a process that parses no arguments
+        from .flag import accept_tuning
+
+        accept_tuning()

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .execution import Execution
+from .execution import Execution, Tensors
 from .kernels import reference
 from .kernels.compiled.build import Account
 from .kernels.compiled.cache import ProgramCache
 from .planning import Plan
 from .startup import Served, Startup
+from .tuning import Budget, MakeTimer, Tuning
 
 logger = logging.getLogger("vllm.csf")
 
@@ -57,16 +58,18 @@ def size(nbytes: int) -> str:
 class Ledger:
     """One per quantization config, that is per model (a draft in the same checkpoint included).
 
-    token_bytes: of the KV cache, for one token, 0 where it is not known.
+    token_bytes: of the KV cache, for one token, 0 where it is not known. tuning: what it may take, if it is
+    asked for.
     """
 
-    def __init__(self, speaks: bool = True, token_bytes: int = 0) -> None:
+    def __init__(self, speaks: bool = True, token_bytes: int = 0, tuning: Budget | None = None) -> None:
         self._speaks = speaks
         self._token_bytes = token_bytes
         self._expected: set[str] = set()
         self._totals = Totals()
         self._scratch: dict[torch.device, reference.Scratch] = {}
         self._startup = Startup()
+        self._tuning = tuning
 
     def scratch(self, device: torch.device) -> reference.Scratch:
         if device not in self._scratch:
@@ -76,38 +79,43 @@ class Ledger:
     def expect(self, layer_name: str) -> None:
         self._expected.add(layer_name)
 
-    def declare(self, plan: Plan, cache_folder: str | None) -> Served:
+    def declare(self, plan: Plan, cache_folder: str | None, device: torch.device) -> Served:
         """A layer's programs begin to come; all layers with an equal plan get one object."""
-        return self._startup.declare(plan, ProgramCache(cache_folder))
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        tuning = Tuning(self._tuning, name) if self._tuning is not None else None
+        return self._startup.declare(plan, ProgramCache(cache_folder), tuning)
 
-    def try_with(self, plan: Plan, call: Callable[[], None]) -> None:
-        self._startup.try_with(plan, call)
+    def try_with(self, plan: Plan, call: Callable[[], None], timer: MakeTimer | None = None) -> None:
+        self._startup.try_with(plan, call, timer)
 
     def done(
         self,
         layer_name: str,
         layer: reference.ExpertLayer,
         execution: Execution,
-        resident: int,
+        resident: Tensors,
         device: torch.device,
     ) -> None:
-        """A layer is ready. With the last one all programs are made ready and what came of it is logged;
-        a later reload says nothing."""
+        """A layer is ready, in the `resident` tensors of its execution. With the last one all programs are
+        made ready and what came of it is logged; a later reload says nothing."""
         scratch = self.scratch(device)
-        scratch.reserve(execution.scratch_bytes())
+        if not self._startup.underway:  # else the plan's is not known yet, and reserved when it is tried
+            scratch.reserve(execution.scratch_bytes())
         if layer_name not in self._expected:
             return
         self._expected.remove(layer_name)
         planes = (layer.scales13, layer.scales2)
         self._totals.layers += 1
         self._totals.native += sum(p.fixed.shape[0] * p.rows * p.cols for p in planes)
-        self._totals.resident += resident
-        self._totals.exceptions += sum(int(p.offsets[-1]) for p in planes)
+        self._totals.resident += execution.scale_bytes(resident)
+        self._totals.exceptions += execution.exceptions(resident)
         if not self._expected:
             account = self._finish(device)
             if self._speaks:
                 if account is not None:
                     logger.info("csf_nvfp4: %s", account.line())
+                for line in self._startup.tuning_lines():
+                    logger.info("csf_nvfp4: %s", line)
                 logger.info(self._totals.line(scratch.nbytes, execution.name, self._token_bytes))
             self._totals = Totals()
 
@@ -118,8 +126,8 @@ class Ledger:
             torch.cuda.synchronize(device)  # what a program does wrong is said here, not somewhere later
         if account is not None:
             account.seconds = time.perf_counter() - began
-            for plan in self._startup.served:
-                logger.debug("csf_nvfp4: %s", plan)
+            for served in self._startup.served.values():
+                logger.debug("csf_nvfp4: %s", served.plan)
         return account
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,14 +12,16 @@ from .kernels.compiled import build
 from .kernels.compiled.build import Account, Build, ProgramSet
 from .kernels.compiled.cache import ProgramCache
 from .planning import Plan, Step
+from .tuning import MakeTimer, Outcome, Tuner, Tuning
 
 
 class Served:
-    """A plan and, once it is carried out, its programs. Shared by all layers whose plans are equal."""
+    """A plan and, once it is carried out, its programs. Shared by all layers whose plans are equal. Tuning
+    puts another plan in its place, of the same geometry and limits, before the programs are loaded."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._lasts = [step.last for step in plan.steps]
+        self._lasts: list[int] = []
         self._functions: list[tuple[Callable, ...]] = []
         self._programs: ProgramSet | None = None  # keeps them loaded
 
@@ -28,6 +30,7 @@ class Served:
         return self._programs is not None
 
     def load(self, programs: ProgramSet) -> None:
+        self._lasts = [step.last for step in self.plan.steps]
         self._functions = [tuple(programs[p] for p in step.programs) for step in self.plan.steps]
         self._programs = programs
 
@@ -43,7 +46,10 @@ class Served:
 class _Underway:
     served: Served
     build: Build
+    cache: ProgramCache
+    tuner: Tuner | None = None
     try_out: Callable[[], None] | None = None
+    timer: MakeTimer | None = None
 
 
 @dataclass
@@ -56,26 +62,49 @@ class Startup:
     served: dict[Plan, Served] = field(default_factory=dict)
     _underway: dict[Plan, _Underway] = field(default_factory=dict)
     _reclaimed: int = 0
+    tuned: list[tuple[Plan, Outcome]] = field(default_factory=list)
 
-    def declare(self, plan: Plan, cache: ProgramCache) -> Served:
-        """The plan's programs begin to come, in the background. Equal plans get one object."""
+    def declare(self, plan: Plan, cache: ProgramCache, tuning: Tuning | None = None) -> Served:
+        """The plan's programs begin to come, in the background. Equal plans get one object.
+
+        tuning: the programs may be others than the table's, those of an earlier tuning if there was one.
+        """
         if plan not in self.served:
             if not self._underway:
                 self._reclaimed += build.reclaim()  # nothing is captured while a model is built
-            self.served[plan] = Served(plan)
-            wanted = Build(plan.programs(), cache, owner=plan.name)
+            self.served[plan] = served = Served(plan)
+            tuner = Tuner(plan, tuning, cache) if tuning is not None else None
+            if tuner is not None and (found := tuner.find()) is not None:
+                served.plan, tuner = tuner.plan(found), None
+                self.tuned.append((served.plan, found))
+            wanted = Build(served.plan.programs(), cache, owner=served.plan.name)
             wanted.start()
-            self._underway[plan] = _Underway(self.served[plan], wanted)
+            if tuner is not None:
+                tuner.begin(wanted)
+            self._underway[plan] = _Underway(served, wanted, cache, tuner)
         return self.served[plan]
 
-    def try_with(self, plan: Plan, call: Callable[[], None]) -> None:
+    def try_with(self, plan: Plan, call: Callable[[], None], timer: MakeTimer | None = None) -> None:
         """`call` runs each program of the plan once on a layer. Device code is loaded by a first call, which
-        must be neither one that a graph captures nor one after free memory was measured."""
+        must be neither one that a graph captures nor one after free memory was measured. timer: of the layer,
+        for candidates."""
         if (underway := self._underway.get(plan)) is not None:
-            underway.try_out = call
+            underway.try_out, underway.timer = call, timer
+
+    @property
+    def underway(self) -> bool:
+        """Whether something is declared that is not finished."""
+        return bool(self._underway)
+
+    def tuning_lines(self) -> list[str]:
+        """For the log, once."""
+        lines = [outcome.line(plan.name) for plan, outcome in self.tuned]
+        self.tuned.clear()
+        return lines
 
     def finish(self) -> Account | None:
-        """Waits for the programs and tries them. None where nothing new was declared.
+        """Waits for the programs, tunes where that was asked for, and tries them. None where nothing new was
+        declared.
 
         Raises CompileError naming a program that does not compile.
         """
@@ -83,13 +112,34 @@ class Startup:
             return None
         total = Account(reclaimed=self._reclaimed)
         for underway in self._underway.values():
-            underway.served.load(underway.build.finish())
+            loaded = underway.build.finish()
             total.add(underway.build.account)
+            if underway.tuner is not None and underway.timer is not None:
+                loaded = self._tune(underway, underway.tuner, underway.timer, loaded, total)
+            underway.served.load(loaded)
+            del loaded
             if underway.try_out is not None:
                 underway.try_out()
         self._underway.clear()
+        total.reclaimed += build.reclaim()  # the candidates that lost
         self._reclaimed = 0
         return total
+
+    def _tune(
+        self, underway: _Underway, tuner: Tuner, timer: MakeTimer, own: ProgramSet, total: Account
+    ) -> ProgramSet:
+        """The programs of the plan that was chosen, in place of those of the table."""
+        outcome, timed = tuner.tune(own, timer)
+        plan = tuner.plan(outcome)
+        self.tuned.append((plan, outcome))
+        if plan is underway.served.plan:
+            return own
+        chosen = Build(plan.programs(), underway.cache, owner=plan.name)
+        own = chosen.finish()
+        del timed  # not sooner: the chosen ones among them are loaded
+        total.add(replace(chosen.account, in_process=0))
+        underway.served.plan = plan
+        return own
 
 
 def release_cached(device: torch.device, pooled: bool) -> None:

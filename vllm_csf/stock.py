@@ -7,6 +7,7 @@ of vLLM's models asks for (``get_name``).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from .experts import CsfMoEMethod
 from .parameters import COMPRESSED_TENSORS, MODELOPT, Dialect
 from .report import Ledger, ledger_of
 from .stored import PLAIN, ExpertsKind, Stored, read_stored
+from .tuning import FIELD, Budget, parse_budget
 
 
-def _new_ledger() -> Ledger:
-    return Ledger(compat.is_first_tensor_rank(), compat.kv_cache_token_bytes())
+def _new_ledger(tuning: Budget | None) -> Ledger:
+    given = compat.tuning_argument()
+    budget = parse_budget(given) if given is not None else tuning
+    return Ledger(compat.is_first_tensor_rank(), compat.kv_cache_token_bytes(), budget)
 
 
 class _NvFp4ExpertsCompressed:
@@ -30,6 +34,7 @@ class _NvFp4ExpertsCompressed:
     packed_modules_mapping: dict[str, list[str]]
     csf_stored: Stored | None = None
     csf_encoded: bool = False
+    csf_tuning: Budget | None = None
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         # Stock ModelOpt has no float32, which nothing in the arithmetic here needs to exclude.
@@ -59,10 +64,11 @@ class _NvFp4ExpertsCompressed:
         if kind is None and declared:
             kind = ExpertsKind.CSF if self.csf_encoded else ExpertsKind.NVFP4
         if kind in (ExpertsKind.CSF, ExpertsKind.NVFP4):
-            ledger = ledger_of(self, _new_ledger)
+            ledger = ledger_of(self, partial(_new_ledger, self.csf_tuning))
+            plain = kind is ExpertsKind.NVFP4
             if compat.load_format() == "csf":  # it hands over one dialect, and planes instead of streams
-                return CsfMoEMethod(layer, MODELOPT, False, ledger)
-            return CsfMoEMethod(layer, self._dialect(prefix), kind is ExpertsKind.CSF, ledger)
+                return CsfMoEMethod(layer, MODELOPT, False, plain, ledger)
+            return CsfMoEMethod(layer, self._dialect(prefix), not plain, plain, ledger)
         if kind is ExpertsKind.UNQUANTIZED:
             return compat.UnquantizedFusedMoEMethod(layer.moe_config)
         if kind is ExpertsKind.OTHER and declared:
@@ -106,8 +112,10 @@ class CsfCompressedTensorsConfig(_NvFp4ExpertsCompressed, compat.CompressedTenso
 def stock_config(config: dict[str, Any]) -> Any:
     """The configuration of a checkpoint's ``quantization_config``.
 
-    Raises ValueError for recipes that have no NVFP4 experts.
+    Raises ValueError for recipes that have no NVFP4 experts, and for a field `tuning` that is none.
     """
+    budget = parse_budget(config.get(FIELD))
+    config = {name: value for name, value in config.items() if name != FIELD}
     nested = config.get("quantization")
     inner = nested if isinstance(nested, dict) else config
     method = str(config.get("quant_method", "")).lower()
@@ -125,4 +133,5 @@ def stock_config(config: dict[str, Any]) -> Any:
         )
     made = kind.from_config(config)
     made.csf_encoded = bool(declared_encodings(config))
+    made.csf_tuning = budget
     return made

@@ -81,10 +81,18 @@ class Account:
 
 
 class Build:
-    """Programs on their way. Compiling starts with `start`, in the background; `finish` loads."""
+    """Programs on their way. Compiling starts with `start`, in the background; `finish` loads.
+
+    optional: those that do not compile are left out, with a warning each.
+    """
 
     def __init__(
-        self, programs: Iterable[Program], cache: ProgramCache, owner: str = "", workers: int = MOST_WORKERS
+        self,
+        programs: Iterable[Program],
+        cache: ProgramCache,
+        owner: str = "",
+        workers: int = MOST_WORKERS,
+        optional: bool = False,
     ) -> None:
         self.account = Account()
         self._programs = tuple(dict.fromkeys(programs))
@@ -95,13 +103,20 @@ class Build:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._compiled: set[Program] = set()
+        self._optional = optional
+        self._failed: set[Program] = set()
+        self._stop = threading.Event()
+        self._after: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Look up and compile while the caller does other things."""
+    def start(self, after: Build | None = None) -> None:
+        """Look up and compile while the caller does other things; once `after` has compiled, if given."""
+        self._after = after._thread if after is not None else None
         self._thread = threading.Thread(target=self._in_background, name="csf programs", daemon=True)
         self._thread.start()
 
     def _in_background(self) -> None:
+        if self._after is not None:
+            self._after.join()
         try:
             self._obtain(alone=False)
         except BaseException as error:  # raised where the programs are needed
@@ -116,17 +131,32 @@ class Build:
             raise self._error
         self._obtain(alone=True)
         with _lock:
-            functions = {program: self._load(program) for program in self._programs}
+            functions = {p: self._load(p) for p in self._programs if p not in self._failed}
             found = ProgramSet(functions, self._owner)
         self._objects.clear()
         self.account.seconds += time.perf_counter() - began
         return found
 
+    def take(self, seconds: float) -> ProgramSet:
+        """Of a started, optional build: those loaded programs that are there after so long. Nothing more is
+        begun then; what is being compiled still goes to the cache."""
+        assert self._optional
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+        self._stop.set()
+        if self._error is not None:
+            logger.warning("csf_nvfp4: %s: %s", self._owner, self._error)
+        with _lock:
+            here = [p for p in self._programs if p in _loaded or p in self._objects]
+            functions = {p: f for p in here if (f := self._load_if_it_does(p)) is not None}
+            return ProgramSet(functions, self._owner)
+
     # ---- objects -----------------------------------------------------------------------------------
 
     def _missing(self) -> list[Program]:
         with _lock:
-            wanted = [p for p in self._programs if p not in _loaded and p not in self._objects]
+            found = {*_loaded, *self._objects, *self._failed}
+            wanted = [p for p in self._programs if p not in found]
         for program in wanted:
             if (data := self._cache.find(program)) is not None:
                 self._objects[program] = data
@@ -138,7 +168,7 @@ class Build:
         alone: nothing else runs in this process, so that it may compile itself where it has to.
         """
         began = time.perf_counter()
-        while missing := self._missing():
+        while not self._stop.is_set() and (missing := self._missing()):
             with contextlib.ExitStack() as locks:
                 mine = [p for p in missing if locks.enter_context(self._cache.lock(p, wait=False))]
                 # Somebody may have finished one between the look and the lock.
@@ -158,12 +188,22 @@ class Build:
             return []
         in_process = list(programs) if alone and (len(programs) == 1 or self._workers == 0) else []
         if not in_process:
-            in_process = compile_in_workers(programs, self._keep, self._workers)
+            failed = self._leave_out if self._optional else None
+            in_process = compile_in_workers(programs, self._keep, self._workers, failed, self._stop)
         if not alone:
             return in_process
         for program in in_process:
-            self._keep(program, compile_object(program))
+            try:
+                self._keep(program, compile_object(program))
+            except CompileError as error:
+                if not self._optional:
+                    raise
+                self._leave_out(program, error)
         return []
+
+    def _leave_out(self, program: Program, error: CompileError) -> None:
+        logger.warning("csf_nvfp4: done without: %s", error)
+        self._failed.add(program)
 
     def _keep(self, program: Program, data: bytes) -> None:
         self._objects[program] = data
@@ -171,6 +211,13 @@ class Build:
         self._cache.store(program, data)
 
     # ---- functions ---------------------------------------------------------------------------------
+
+    def _load_if_it_does(self, program: Program) -> Callable | None:
+        try:
+            return self._load(program)
+        except CompileError as error:
+            self._leave_out(program, error)
+            return None
 
     def _load(self, program: Program) -> Callable:
         if program in _loaded:

@@ -122,14 +122,8 @@ class ProgramCache:
         return None
 
     def store(self, program: Program, data: bytes) -> None:
-        path = self.path(program)
-        try:
-            self._make_folder()
-            with _replacing(path) as file:
-                file.write(self._header(program, data) + b"\n" + data)
-        except OSError as error:
+        if not self.write(self.path(program), self._header(program, data) + b"\n" + data):
             self._kept[self.key(program)] = data
-            self._warn(error)
 
     def discard(self, program: Program) -> None:
         """Forget an entry that could not be loaded."""
@@ -137,12 +131,27 @@ class ProgramCache:
         with contextlib.suppress(OSError):
             self.path(program).unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def lock(self, program: Program, wait: bool) -> Iterator[bool]:
+    def lock(self, program: Program, wait: bool) -> contextlib.AbstractContextManager[bool]:
         """Whether this process may compile the program; another one may be at it. Ends with its holder."""
+        return self.lock_path(self.path(program), wait)
+
+    def write(self, path: Path, data: bytes) -> bool:
+        """A file of the folder, whole or not at all; whether it could be kept."""
         try:
             self._make_folder()
-            handle = os.open(self.path(program).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            with _replacing(path) as file:
+                file.write(data)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def lock_path(self, path: Path, wait: bool) -> Iterator[bool]:
+        """Whether this process alone may make the file; without `wait`, False where another one is at it."""
+        try:
+            self._make_folder()
+            handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             self._warn(error)
             yield True

@@ -93,17 +93,22 @@ class Worker:
 
 
 def compile_in_workers(
-    programs: Sequence[Program], done: Callable[[Program, bytes], None], most: int = MOST_WORKERS
+    programs: Sequence[Program],
+    done: Callable[[Program, bytes], None],
+    most: int = MOST_WORKERS,
+    failed: Callable[[Program, CompileError], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> list[Program]:
     """Compiles programs at the same time; `done` is told of each, one at a time, as it is ready.
 
-    Returns those whose worker died, with a warning each. Raises the first CompileError once the others
-    have ended their work in hand.
+    failed: is told of each that does not compile; without it the first CompileError is raised once the
+    others have ended their work in hand. stop: once set, nothing new is begun.
+    Returns those whose worker died, with a warning each, and what was not begun.
     """
     waiting: queue.SimpleQueue[Program] = queue.SimpleQueue()
     for program in programs:
         waiting.put(program)
-    crew = _Crew(waiting, done)
+    crew = _Crew(waiting, done, failed, stop or threading.Event())
     count = min(len(programs), most, len(os.sched_getaffinity(0)))
     threads = [threading.Thread(target=crew.serve, daemon=True) for _ in range(count)]
     for thread in threads:
@@ -118,11 +123,19 @@ def compile_in_workers(
 class _Crew:
     """What the threads that talk to the workers share."""
 
-    def __init__(self, waiting: queue.SimpleQueue[Program], done: Callable[[Program, bytes], None]) -> None:
+    def __init__(
+        self,
+        waiting: queue.SimpleQueue[Program],
+        done: Callable[[Program, bytes], None],
+        failed: Callable[[Program, CompileError], None] | None,
+        stop: threading.Event,
+    ) -> None:
         self.waiting = waiting
         self.error: BaseException | None = None
         self.lost: list[Program] = []
         self._done = done
+        self._failed = failed
+        self._stop = stop
         self._lock = threading.Lock()
 
     def serve(self) -> None:
@@ -140,13 +153,19 @@ class _Crew:
             worker.close()
 
     def _feed(self, worker: Worker) -> None:
-        while self.error is None:
+        while self.error is None and not self._stop.is_set():
             try:
                 program = self.waiting.get_nowait()
             except queue.Empty:
                 return
             try:
                 data = worker.compile(program)
+            except CompileError as error:
+                if self._failed is None:
+                    raise
+                with self._lock:
+                    self._failed(program, error)
+                continue
             except WorkerDiedError as error:
                 logger.warning("csf_nvfp4: %s", error)
                 self.lost.append(program)

@@ -80,7 +80,7 @@ def prepare_matrix(
         columns = pad_to_tile(columns)
     shape = layout.Shape(experts, rows, columns, gated, native)
     weight = layout.pad(weight, rows, columns // 2, halves)
-    return layout.pack(weight, layout.pad(scale, rows, columns // 16, halves), shape)
+    return layout.pack(weight, layout.pad_scales(scale, rows, columns // 16, halves), shape)
 
 
 def pad_to_tile(width: int) -> int:

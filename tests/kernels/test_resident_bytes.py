@@ -8,6 +8,7 @@ from vllm_csf.kernels import layout
 from vllm_csf.kernels.moe import experts as moe
 
 LAYERS = ((4096, 512), (2560, 320), (2048, 768), (7168, 256), (4096, 1408))
+PADDED = (4096, 352)  # to 384, which has 9 % more scales
 EXPERTS = 4
 CONSTANT = 4096
 
@@ -46,6 +47,12 @@ MISSED = pytest.param((7168, 256), 0.004, marks=pytest.mark.xfail(strict=True, r
 def test_usual_scales_take_at_most_54_percent(layer, share):
     resident, native = resident_and_native(*layer, share)
     assert native / 2 < resident <= 0.54 * native
+
+
+@pytest.mark.parametrize("share", [0.0, 0.004])
+def test_what_pads_a_width_costs_no_exceptions(share):
+    resident, native = resident_and_native(*PADDED, share)
+    assert native / 2 < resident <= 0.54 * native * 384 / 352
 
 
 @pytest.mark.parametrize("layer", LAYERS)

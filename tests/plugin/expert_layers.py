@@ -81,13 +81,15 @@ class Layer(torch.nn.Module):
         hidden=HIDDEN,
         module=MODULE,
         room=0.0,
+        whole=False,
     ) -> None:
         super().__init__()
         self.dialect = dialect
         local = {expert: i for i, expert in enumerate(mine)}
         part = extent(width, rank, ranks, "layer")
         shape = LayerShape(module, len(local), hidden, width, part, gated=True)
-        self.intake = Intake(self, shape, lambda e: local.get(e, -1), dialect.global_scale_divides, room)
+        divides = dialect.global_scale_divides
+        self.intake = Intake(self, shape, lambda e: local.get(e, -1), divides, room, whole)
         register_parameters(self, self.intake, dialect, streams, never_complete=1 << 40)
 
     def receive(self, half: str, name: str, tensor: torch.Tensor, shard: str, expert: int) -> bool:

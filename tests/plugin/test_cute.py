@@ -7,6 +7,7 @@ import torch
 from expert_layers import EXPERTS, HIDDEN, WIDTH, Checkpoint, Layer
 from vllm_csf.kernels import layout, reference
 from vllm_csf.kernels.activation import SILU, Activation
+from vllm_csf.loaders import codec
 
 from vllm_csf import cute
 from vllm_csf.execution import choose
@@ -17,9 +18,10 @@ def no_device(monkeypatch):
     monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
 
 
-def received(seed: int = 0, width: int = WIDTH) -> reference.ExpertLayer:
-    layer = Layer(width=width)
-    for tensor in Checkpoint(width=width, seed=seed).tensors(layer.dialect, streams=True):
+def received(seed: int = 0, width: int = WIDTH, streams: bool = True) -> reference.ExpertLayer:
+    """Of streams, or of plain scales that are kept as they are."""
+    layer = Layer(width=width, streams=streams, whole=not streams)
+    for tensor in Checkpoint(width=width, seed=seed).tensors(layer.dialect, streams):
         layer.receive(*tensor)
     return layer.finish()
 
@@ -31,9 +33,10 @@ def scale_bytes(planes: reference.ScalePlanes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group_bytes", [1, 1 << 30])
-def test_resident_tensors_unpack_to_the_checkpoint(no_device, monkeypatch, group_bytes):
+@pytest.mark.parametrize("streams", [True, False])
+def test_resident_tensors_unpack_to_the_checkpoint(no_device, monkeypatch, group_bytes, streams):
     monkeypatch.setattr(cute, "GROUP_BYTES", group_bytes)
-    layer = received()
+    layer = received(streams=streams)
     execution = cute.CuteExecution()
     resident = execution.prepare(layer)
     view = execution._view(resident)
@@ -49,6 +52,30 @@ def test_resident_tensors_unpack_to_the_checkpoint(no_device, monkeypatch, group
     assert not weight[..., WIDTH // 2 :].any()
     assert torch.equal(scale[..., : WIDTH // 16], scale_bytes(layer.scales2))
     assert not resident["flags"].any()
+
+
+def test_plain_scales_are_never_encoded_and_become_the_same_tensors(no_device, monkeypatch):
+    wanted = cute.CuteExecution().prepare(received())
+    monkeypatch.setattr(codec, "encode", lambda *_, **__: pytest.fail("encoded on the host"))
+    found = cute.CuteExecution().prepare(received(streams=False))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_exceptions_are_the_scales_outside_the_codes(no_device):
+    execution = cute.CuteExecution()
+    layer = received()
+    view = execution._view(resident := execution.prepare(layer))
+    outside = 0
+    for matrix, scale in ((view.w13, layer.scales13), (view.w2, layer.scales2)):
+        whole = scale_bytes(scale).reshape(EXPERTS, -1, scale.cols)
+        sizes = matrix.shape.rows, matrix.shape.k // 16, 2 if matrix.shape.gated else 1
+        inner = layout.pad_scales(whole, *sizes)
+        base = layout.choose_bases(inner)[..., None]
+        coded = (inner >= base) & (inner < base + 16) & (inner >= 8) & (inner < 127)
+        outside += int((~torch.where(base == 0, inner == 0, coded)).sum())
+    assert not bool((view.w13.slices[..., 1] < 0).any() | (view.w2.slices[..., 1] < 0).any())
+    assert execution.exceptions(resident) == outside > 0
 
 
 def test_scale_bytes_are_everything_but_weights(no_device):

@@ -13,12 +13,14 @@ from vllm_csf.loaders.errors import FormatError
 
 from vllm_csf.parameters import COMPRESSED_TENSORS, MODELOPT, Dialect
 
+FORMS = pytest.mark.parametrize(("streams", "whole"), [(True, False), (False, False), (False, True)])
 
-@pytest.mark.parametrize("streams", [True, False])
+
+@FORMS
 @pytest.mark.parametrize("dialect", [MODELOPT, COMPRESSED_TENSORS])
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order(streams: bool, dialect: Dialect, seed: int) -> None:
-    checkpoint, layer = Checkpoint(), Layer(dialect, streams)
+def test_any_order(streams: bool, whole: bool, dialect: Dialect, seed: int) -> None:
+    checkpoint, layer = Checkpoint(), Layer(dialect, streams, whole=whole)
     tensors = list(checkpoint.tensors(dialect, streams))
     random.Random(seed).shuffle(tensors)
     for tensor in tensors:
@@ -26,15 +28,15 @@ def test_any_order(streams: bool, dialect: Dialect, seed: int) -> None:
     assert_near(run(layer.finish()).numpy(), wanted(checkpoint))
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@FORMS
 @pytest.mark.parametrize(("width", "ranks"), [(96, 1), (96, 3), (96, 2), (160, 4), (64, 4)])
-def test_ranks_add_up(streams: bool, width: int, ranks: int) -> None:
+def test_ranks_add_up(streams: bool, whole: bool, width: int, ranks: int) -> None:
     """Widths that do not divide are padded; a rank may own no channel at all."""
     checkpoint = Checkpoint(width)
     total = torch.zeros(5, HIDDEN)
     for rank in range(ranks):
-        layer = Layer(MODELOPT, streams, rank, ranks, width)
-        for name in ("w13_weight", "w2_weight"):
+        layer = Layer(MODELOPT, streams, rank, ranks, width, whole=whole)
+        for name in ("w13_weight", "w2_weight", "csf_scales13", "csf_scales2"):
             getattr(layer, name).data.fill_(0xFF)  # what a reload finds there
         for tensor in checkpoint.tensors(MODELOPT, streams):
             layer.receive(*tensor)

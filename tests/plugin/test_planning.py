@@ -142,13 +142,13 @@ def served_layer(ledger: Ledger, name: str, tokens: int = 8192, folder: str | No
     layer, execution = received(), cute.CuteExecution()
     ledger.expect(name)
     plan = execution.plan(facts(), Limits(tokens), CPU)
-    execution.serve_by(ledger.declare(plan, folder))
+    execution.serve_by(ledger.declare(plan, folder, CPU))
 
     def with_weights():
         resident = execution.prepare(layer)
         scratch = ledger.scratch(CPU)
         ledger.try_with(plan, lambda: execution.try_out(resident, None, scratch))
-        ledger.done(name, layer, execution, execution.scale_bytes(resident), CPU)
+        ledger.done(name, layer, execution, resident, CPU)
         return resident
 
     return execution, with_weights

@@ -15,12 +15,14 @@ from expert_layers import EXPERTS, HIDDEN, WIDTH, Checkpoint
 pytest.importorskip("vllm")
 pytest.importorskip("cutlass")
 
-from test_methods import NVFP4, PREFIX, experts, vllm_config  # noqa: F401 - the fixture is used by its name
+from test_methods import ENCODED, NVFP4, PREFIX, experts, vllm_config  # noqa: F401 - the fixture is used by its name
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm_csf.kernels import layout
 from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.build import ProgramSet, UndeclaredProgramError
+from vllm_csf.kernels.scales import planes as planes_module
 
-from vllm_csf import cute
+from vllm_csf import cute, dummy
 from vllm_csf import experts as method_module
 from vllm_csf.parameters import MODELOPT
 from vllm_csf.report import Totals
@@ -117,6 +119,30 @@ def test_a_model_and_its_draft_start(called, lines, vllm_config):  # noqa: F811
         run(draft, limit + 1)
 
 
+@pytest.mark.parametrize("kind", ["plain", "csf"])
+def test_plain_scales_wait_whole_and_streams_as_streams(kind):
+    layer = layer_of(stock_config(dict(NVFP4 if kind == "plain" else ENCODED)), "layer")
+    planes = WIDTH * HIDDEN // 16
+    length = planes if kind == "plain" else WIDTH + planes // 2
+    assert layer.csf_scales13.shape == (2 * EXPERTS, length)
+
+
+@pytest.mark.parametrize("config", ["plain", "csf"])
+def test_dummy_weights_have_the_exceptions_of_trained_ones(config):
+    layer = layer_of(stock_config(dict(NVFP4 if config == "plain" else ENCODED)), "layer")
+    layer.quant_method._dummy = True
+    layer.quant_method.process_weights_after_loading(layer)
+    resident = {name.removeprefix("csf_"): tensor.data for name, tensor in layer.named_parameters()}
+    made = execution(layer)
+    view = made._view(resident)
+    for matrix, rows, cols in ((view.w13, 2 * WIDTH, HIDDEN // 16), (view.w2, HIDDEN, WIDTH // 16)):
+        scales = planes_module.without_padding(layout.unpack_scales(matrix), rows, cols, matrix.shape.gated)
+        normal = (scales >= dummy.BASE) & (scales < dummy.BASE + 16)
+        share = 1 - normal.float().mean()
+        assert 0 < share < 3 * dummy.EXCEPTION_SHARE + 0.01
+        assert bool((scales[~normal] == dummy.EXCEPTION).all())
+
+
 def address(tensor: torch.Tensor) -> int | None:
     """None for a tensor that another test has traced with: it has none."""
     try:
@@ -129,7 +155,7 @@ def test_sources_are_gone_when_the_engine_measures():
     """Of the tensors that a layer was given, none but the resident ones lives on."""
     layer = layer_of(stock_config(dict(NVFP4)), "layer")
     load(layer)
-    sources = [layer.w13_weight.data, layer.w2_weight.data, layer.csf_fixed13.data, layer.csf_fixed2.data]
+    sources = [layer.w13_weight.data, layer.w2_weight.data, layer.csf_scales13.data, layer.csf_scales2.data]
     addresses = {tensor.data_ptr() for tensor in sources}
     del sources
     layer.quant_method.process_weights_after_loading(layer)
@@ -140,7 +166,7 @@ def test_sources_are_gone_when_the_engine_measures():
     assert not addresses & (held - resident)
     names = {name for name, _ in layer.named_parameters()}
     assert names >= {"csf_tiles13", "csf_tiles2", "csf_flags"}
-    assert not names & {"w13_weight", "w2_weight", "csf_fixed13", "csf_fixed2"}
+    assert not names & {"w13_weight", "w2_weight", "csf_scales13", "csf_scales2"}
 
 
 def test_engines_that_go_take_their_programs_along(called):

@@ -53,7 +53,7 @@ class Engine:
         execution = choose("cute", self.device, torch.bfloat16, SILU, HIDDEN)
         facts = LayerFacts(EXPERTS, EXPERTS, HIDDEN, WIDTH, TOPK, SILU, False)
         self.plan = execution.plan(facts, Limits(self.tokens), self.device)
-        execution.serve_by(self.ledger.declare(self.plan, self.folder))
+        execution.serve_by(self.ledger.declare(self.plan, self.folder, self.device))
         self.ledger.expect(name)
         self.executions.append(execution)
 
