@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,6 +89,12 @@ def pad_to_tile(width: int) -> int:
     return -(-width // layout.TILE_K) * layout.TILE_K
 
 
+def slots(pairs: Any, experts: Any, least: Callable = min) -> Any:
+    """Most slots that a prefill program gives to so many pairs: those of an expert start at multiples of
+    eight. `least`: of two numbers, be they known when the program is compiled or not."""
+    return (pairs + 7 * least(pairs, experts) + 7) // 8 * 8
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Scratch of one call, shared by all layers of a geometry; contents do not outlive the call."""
@@ -122,11 +129,18 @@ class Workspace:
 
     @classmethod
     def wide(
-        cls, take: Callable[[int], torch.Tensor], tokens: int, topk: int, hidden: int, inner: int
+        cls,
+        take: Callable[[int], torch.Tensor],
+        tokens: int,
+        topk: int,
+        hidden: int,
+        inner: int,
+        experts: int,
     ) -> Workspace:
         """As `within`, of a prefill program: `y` is BF16, `partials` holds the rearranged tokens, BF16."""
         pairs = tokens * topk
-        sizes = (8 * (1 + pairs), 4 * pairs, 2 * pairs * inner, 2 * pairs * hidden, 2 * tokens * hidden)
+        held = slots(pairs, experts)
+        sizes = (8 * (1 + pairs), 4 * held, 2 * held * inner, 2 * pairs * hidden, 2 * tokens * hidden)
         aligned = [-(-size // 256) * 256 for size in sizes]
         parts = torch.split(take(sum(aligned)), aligned)
         dtypes = (torch.int32, torch.int32, torch.bfloat16, torch.bfloat16, torch.bfloat16)

@@ -1,4 +1,10 @@
-"""The producers of `wide_gemm`: stages of 128 columns, weights and tokens, in a ring in shared memory."""
+"""The producers of `wide_gemm`: stages of 128 columns, weights and tokens, in a ring in shared memory.
+
+A tile of K of a work tile's tokens lies in shared memory as rows of 128 bytes, whose 16-byte chunks are
+exchanged by the row's number in its eight. The tokens of the first product are gathered row by row. Those of
+the second one (`h`) lie in global memory in the very same way, [K / 64, slots / 8, 8, 64], so that one bulk
+copy brings all of them.
+"""
 
 from dataclasses import dataclass
 
@@ -13,6 +19,8 @@ GROUPS = 2  # warpgroups of consumers
 BLOCKS = 4 * GROUPS  # row blocks of a tile, one a warp
 DEPTH = 2  # tiles of K in a stage
 TOKEN_BYTES = 2 * layout.TILE_K  # of one token and one tile of K
+ROWS = 8  # tokens that lie together; an expert's slots start at a multiple of it
+ROWS_BYTES = ROWS * TOKEN_BYTES
 PRODUCERS = 128
 ROWS_AT_ONCE = PRODUCERS // 8  # tokens that the producers copy in one go, 16 bytes each
 
@@ -86,8 +94,8 @@ class Feed:
     def init_barriers(self, base: Int32, tid: Int32):
         if tid == 0:
             for s in cutlass.range_constexpr(self.c.stages):
-                # every producer, and one of them once more with the bytes of the weights
-                ptx.mbarrier_init(self.full(base, Int32(s)), PRODUCERS + 1)
+                # one producer with the bytes of bulk copies, and where tokens are gathered, all of them
+                ptx.mbarrier_init(self.full(base, Int32(s)), 1 + (PRODUCERS if self.c.gated else 0))
                 ptx.mbarrier_init(self.empty(base, Int32(s)), 4 * GROUPS)
             ptx.mbarrier_init_fence()
 
@@ -96,14 +104,13 @@ class Feed:
     @cute.jit
     def wait(self, base: Int32, slot: Int32, phase: Int32):
         """Until a stage is full."""
-        ptx.mbarrier_wait(self.full(base, slot), phase)
-        # The tokens were written by ordinary copies and are read by the tensor cores.
-        ptx.fence_async_shared()
+        self.wait_if(base, slot, phase, Int32(1))
 
     @cute.jit
     def wait_if(self, base: Int32, slot: Int32, phase: Int32, condition: Int32):
         """As `wait`, where `condition`, the same in all lanes, is not zero."""
-        ptx.mbarrier_wait_fence_if(self.full(base, slot), phase, condition)
+        # Gathered tokens were written by ordinary copies and are read by the tensor cores.
+        ptx.mbarrier_wait_if(self.full(base, slot), phase, condition, self.c.gated)
 
     @cute.jit
     def release(self, base: Int32, slot: Int32, condition: Uint32):
@@ -128,7 +135,7 @@ class Feed:
         row_blocks: Int32, k_tiles: Int32, m_tiles: Int32, total: Int32, bid: Int32, grid: Int32,
         thread: Int32,
     ):  # fmt: skip
-        """Fills the ring for every tile of this CTA; called by all producers."""
+        """Fills the ring for every tile of this CTA, tokens gathered; called by all producers."""
         chunk = thread % 8
         row = thread // 8
         # 16-byte chunks of a row of 128 bytes are exchanged by the row's number in its eight
@@ -149,7 +156,7 @@ class Feed:
             steps = (count + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
             for k in cutlass.range(0, k_tiles, DEPTH, unroll=1):
                 ptx.mbarrier_wait(self.empty(base, slot), phase)
-                self.copy_weights(base, slot, source, k, k_tiles, blocks, thread)
+                self.copy_weights(base, slot, source, k, k_tiles, blocks, Int32(0), thread)
                 for inside in cutlass.range_constexpr(DEPTH):
                     if k + inside < k_tiles:
                         target = self.token_rows(base, slot, inside) + place
@@ -164,14 +171,47 @@ class Feed:
         ptx.cp_async_wait(0)
 
     @cute.jit
+    def run_bulk(
+        self, base: Int32, h: Int64, groups: Int32, tiles: Int64, entries: Int64, row_blocks: Int32,
+        k_tiles: Int32, m_tiles: Int32, total: Int32, bid: Int32, grid: Int32, lane: Int32,
+    ):  # fmt: skip
+        """As `run`, of tokens that lie in groups of `ROWS`; called by one warp. `groups`: of a tile of K."""
+        slot = Int32(0)
+        phase = Int32(1)
+        tile = Int32(bid)
+        while tile < total:
+            entry = tile // m_tiles
+            m_tile = tile - entry * m_tiles
+            expert, first, count = self.route.entry(entries, entry)
+            blocks = cutlass.min(row_blocks - m_tile * BLOCKS, Int32(BLOCKS))
+            block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * BLOCKS + lane)
+            source = tiles + block * (Int64(k_tiles) * self.c.tile_bytes)
+            size = (count + (ROWS - 1)) // ROWS * ROWS_BYTES
+            for k in cutlass.range(0, k_tiles, DEPTH, unroll=1):
+                ptx.mbarrier_wait(self.empty(base, slot), phase)
+                tokens = cutlass.min(k_tiles - k, Int32(DEPTH)) * size
+                self.copy_weights(base, slot, source, k, k_tiles, blocks, tokens, lane)
+                inside = lane - BLOCKS
+                if inside >= 0 and inside < DEPTH and k + inside < k_tiles:
+                    at = h + (Int64(k + inside) * Int64(groups) + Int64(first // ROWS)) * ROWS_BYTES
+                    ptx.bulk_load_cached(self.token_rows(base, slot, inside), at, size, self.full(base, slot))
+                slot += 1
+                if slot == self.c.stages:
+                    slot = Int32(0)
+                    phase = phase ^ 1
+            tile += grid
+
+    @cute.jit
     def copy_weights(
-        self, base: Int32, slot: Int32, source: Int64, k: Int32, k_tiles: Int32, blocks: Int32, thread: Int32
-    ):
+        self, base: Int32, slot: Int32, source: Int64, k: Int32, k_tiles: Int32, blocks: Int32, more: Int32,
+        thread: Int32,
+    ):  # fmt: skip
+        """`more`: bytes of other bulk copies into the stage."""
         full = self.full(base, slot)
         size = cutlass.min(k_tiles - k, Int32(DEPTH)) * self.c.tile_bytes
         if thread < 32:
             if thread == 0:
-                ptx.mbarrier_expect(full, blocks * size)
+                ptx.mbarrier_expect(full, blocks * size + more)
             cute.arch.sync_warp()
             if thread < blocks:
                 at = source + Int64(k * self.c.tile_bytes)

@@ -8,12 +8,15 @@ arguments are the same, so that either program serves a call.
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64
 
 from ..activation import SILU, Activation
 from .arrange import Arrange, ArrangeConfig
 from .combine import Combine, CombineConfig
+from .experts import slots
+from .feed import ROWS
 from .programs import Geometry, PrefillChoice
 from .wide_gemm import WideConfig, WideGemm
 
@@ -119,13 +122,14 @@ class Prefill:
         """
         inputs = (ids, tokens * self.c.topk, expert_map, global_experts, experts)
         x_address = x.iterator.toint()
+        groups = slots(tokens * self.c.topk, experts, cutlass.min) // ROWS
         self.arrange.launch(inputs, entries, pairs, x_address, arranged, tokens, hidden, ctas, stream)
         self.up.launch(
             arranged, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13, entries,
-            pairs, router, h, inner, inner // 16, hidden // 64, ctas, stream,
+            pairs, router, h, groups, inner // 16, hidden // 64, ctas, stream,
         )  # fmt: skip
         self.down.launch(
-            h, inner, tiles2, bases2, slices2, starts2, records2, dense2, alpha2, entries, pairs, router, y,
+            h, groups, tiles2, bases2, slices2, starts2, records2, dense2, alpha2, entries, pairs, router, y,
             hidden, hidden // 32, inner // 64, ctas, stream,
         )  # fmt: skip
         self.combine.launch(y, inputs, out, tokens, hidden, stream)

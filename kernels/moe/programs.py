@@ -95,7 +95,7 @@ class PrefillChoice:
     per_sm: int
 
     def workspace(self, take: Take, g: Geometry, tokens: int) -> Workspace:
-        return Workspace.wide(take, tokens, g.topk, g.hidden, g.inner)
+        return Workspace.wide(take, tokens, g.topk, g.hidden, g.inner, g.experts)
 
 
 Choice = DecodeChoice | PrefillChoice

@@ -4,7 +4,7 @@ A CTA, or several that share the work, counts the pairs (token, k) of each local
 
     entries  int32 [1 + n, 2]  word 0 of the first row = n; then of each work tile, ordered by expert:
                                expert, first slot << 8 | tokens (<= tile)
-    pairs    int32 [P]         slot -> pair; the slots of an expert are consecutive
+    pairs    int32 [slots]     slot -> pair; the slots of an expert are consecutive
 
 For few tokens every CTA of a GEMM does this for itself in shared memory (`shared`), which costs less than
 a launch; for many, one launch does it for both GEMMs in global memory.
@@ -34,6 +34,7 @@ class RouteConfig:
     """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
     `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory.
     `parts`: CTAs that each place a part of the pairs into global tables, after counting all of them.
+    `align`: an expert's slots start at a multiple of it.
 
     Raises ValueError for what the tables cannot hold.
     """
@@ -45,6 +46,7 @@ class RouteConfig:
     shared_pairs: int
     threads: int = THREADS
     parts: int = 1
+    align: int = 1
 
     def __post_init__(self) -> None:
         if self.capacity % self.threads:
@@ -162,7 +164,7 @@ class Route:
         tokens = Int32(0)
         tiles = Int32(0)
         for i in cutlass.range_constexpr(share):
-            tokens += mine[i]
+            tokens += self.aligned(mine[i])
             tiles += (mine[i] + (c.tile - 1)) // c.tile
         tokens, _ = self.exclusive_sum(tokens, totals, tid)
         tiles, all_tiles = self.exclusive_sum(tiles, totals, tid)
@@ -177,10 +179,14 @@ class Route:
                 if size > c.tile:
                     size = Int32(c.tile)
                 self.put2(entries, 1 + tiles + t, Uint32(e), Uint32((tokens + t * c.tile) << 8 | size))
-            tokens += mine[i]
+            tokens += self.aligned(mine[i])
             tiles += (mine[i] + (c.tile - 1)) // c.tile
         if tid == 0 and part == 0:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
+
+    @cute.jit
+    def aligned(self, tokens: Int32):
+        return (tokens + (self.c.align - 1)) // self.c.align * self.c.align
 
     @cute.jit
     def tokens_of(self, scratch: Int32, e: Int32):

@@ -8,8 +8,9 @@ from cutlass import Int32, Int64, Uint32
 
 from .. import ptx
 from ..activation import Activation
+from ..layout import TILE_K
 from .epilogue import Epilogue, EpilogueConfig
-from .feed import BLOCKS
+from .feed import BLOCKS, ROWS, ROWS_BYTES, TOKEN_BYTES
 from .route import Route
 
 AT_ONCE = 4  # tokens that a thread carries from shared to global memory
@@ -132,9 +133,7 @@ class WideEpilogue:
                         found = [self.gated_words(staged, room, p, one, chunk) for one in local]
                         for one, (words, slot) in zip(local, found, strict=True):
                             if p * self.c.staged + one < count:
-                                self.put_gated(
-                                    out + Int64(slot) * Int64(out_stride) * 2, channel, chunk, words
-                                )
+                                self.put_gated(out, out_stride, slot, channel, chunk, words)
                 self.meet(group)
 
     @cute.jit
@@ -142,11 +141,14 @@ class WideEpilogue:
         """A thread's words of a staged token, and the token's slot."""
         source = staged + local * self.c.row_bytes + chunk * 4
         words = [ptx.lds32(source + q * 32) for q in range(4)]
-        return words, ptx.lds32(room + (p * self.c.staged + local) * 8)
+        return words, Int32(ptx.lds32(room + (p * self.c.staged + local) * 8))
 
     @cute.jit
-    def put_gated(self, row: Int64, channel: Int32, chunk: Int32, words: list):
-        ptx.stg128(row + Int64(channel) * 2 + Int64(chunk * 16), *words)
+    def put_gated(self, h: Int64, groups: Int32, slot: Int32, channel: Int32, chunk: Int32, words: list):
+        """16 bytes of h, which lies as `feed` wants it."""
+        row = slot & Int32(ROWS - 1)
+        group = Int64(channel // TILE_K) * Int64(groups) + Int64(slot // ROWS)
+        ptx.stg128(h + group * ROWS_BYTES + Int64(row * TOKEN_BYTES + ((chunk ^ row) * 16)), *words)
 
     @cute.jit
     def stage_gated(self, acc: cute.Tensor, j: cutlass.Constexpr, alphas: tuple, mine: Int32):

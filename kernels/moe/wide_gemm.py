@@ -6,6 +6,8 @@ of `wgmma` from registers (output channels are M, tokens are N):
     gated:   h[slot, i]  = act(alpha_gate * (W13 x)[i]) * (alpha_up * (W13 x)[I + i])      bf16
     else:    y[pair, o]  = router_weight[pair] * alpha * (W2 h)[o]                          bf16
 
+`h` lies as the second product's shared memory has it: see `feed`.
+
 A persistent CTA takes tiles of 256 prepared rows of one work tile. A warpgroup of producers brings stages
 of 64 columns into a ring: weights by bulk copies, the rows of the tokens by 16-byte copies from wherever
 they lie. Two warpgroups of consumers take 128 rows each: a warp owns a block of 32 rows, rebuilds its
@@ -25,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import layout, ptx
 from ..activation import SILU, Activation
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BLOCKS, DEPTH, GROUPS, Feed, FeedConfig
+from .feed import BLOCKS, DEPTH, GROUPS, ROWS, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
@@ -56,7 +58,7 @@ class WideConfig:
 
     @property
     def route(self) -> RouteConfig:
-        return RouteConfig(self.capacity, self.tokens, self.wide_ids, self.mapped, 0)
+        return RouteConfig(self.capacity, self.tokens, self.wide_ids, self.mapped, 0, align=ROWS)
 
     @property
     def feed(self) -> FeedConfig:
@@ -100,7 +102,10 @@ class WideGemm:
         records: Int64, dense: Int64, alpha: Int64, entries: Int64, pairs: Int64, router: Int64, out: Int64,
         out_stride: Int32, row_blocks: Int32, k_tiles: Int32, ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`."""
+        """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`.
+
+        Strides are in elements, but for `h`, where they are the groups of slots of a tile of K (see `feed`).
+        """
         self.kernel(
             x, x_stride, tiles, bases, slices, starts, records, dense, alpha, entries, pairs, router, out,
             out_stride, row_blocks, k_tiles,
@@ -131,12 +136,14 @@ class WideGemm:
         total = self.route.count(entries) * m_tiles
         if warp >= 4 * GROUPS:
             cute.arch.setmaxregister_decrease(REGISTERS[c.per_sm][1])
-            if cutlass.const_expr(not c.gated):
+            thread = tid - 128 * GROUPS
+            where = (m_tiles, total, bid, grid, thread)
+            if cutlass.const_expr(c.gated):
+                self.feed.run(base, x, x_stride, tiles, entries, pairs, row_blocks, k_tiles, *where)
+            else:
                 ptx.wait_for_predecessor()
-            self.feed.run(
-                base, x, x_stride, tiles, entries, pairs, row_blocks, k_tiles,
-                m_tiles, total, bid, grid, tid - 128 * GROUPS,
-            )  # fmt: skip
+                if thread < 32:
+                    self.feed.run_bulk(base, x, x_stride, tiles, entries, row_blocks, k_tiles, *where)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[c.per_sm][0])
             weights = (bases, slices, starts, records, dense, alpha, row_blocks, k_tiles)

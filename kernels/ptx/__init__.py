@@ -96,7 +96,7 @@ from .asynchronous import (
     mbarrier_wait as mbarrier_wait,
 )
 from .asynchronous import (
-    mbarrier_wait_fence_if as mbarrier_wait_fence_if,
+    mbarrier_wait_if as mbarrier_wait_if,
 )
 from .asynchronous import (
     wait_for_predecessor as wait_for_predecessor,
