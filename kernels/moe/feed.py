@@ -140,8 +140,8 @@ class Feed:
         row = thread // 8
         # 16-byte chunks of a row of 128 bytes are exchanged by the row's number in its eight
         place = row * TOKEN_BYTES + ((chunk ^ (row & 7)) * 16)
-        rows = cute.make_rmem_tensor(self.c.tokens // ROWS_AT_ONCE, Int32)
-        rows.fill(Int32(0))
+        rows = cute.make_rmem_tensor(self.c.tokens // ROWS_AT_ONCE, Int64)
+        rows.fill(Int64(0))
         slot = Int32(0)
         phase = Int32(1)
         tile = Int32(bid)
@@ -149,7 +149,7 @@ class Feed:
             entry = tile // m_tiles
             m_tile = tile - entry * m_tiles
             expert, first, count = self.route.entry(entries, entry)
-            self.find_rows(rows, x_stride, pairs, first, count, row, chunk)
+            self.find_rows(rows, x, x_stride, pairs, first, count, row, chunk)
             blocks = cutlass.min(row_blocks - m_tile * BLOCKS, Int32(BLOCKS))
             block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * BLOCKS + thread)
             source = tiles + block * (Int64(k_tiles) * self.c.tile_bytes)
@@ -159,8 +159,9 @@ class Feed:
                 self.copy_weights(base, slot, source, k, k_tiles, blocks, Int32(0), thread)
                 for inside in cutlass.range_constexpr(DEPTH):
                     if k + inside < k_tiles:
-                        target = self.token_rows(base, slot, inside) + place
-                        self.copy_tokens(x, rows, steps, k + inside, target)
+                        self.copy_tokens(rows, steps, inside, self.token_rows(base, slot, inside) + place)
+                for i in cutlass.range_constexpr(self.c.tokens // ROWS_AT_ONCE):
+                    rows[i] = rows[i] + Int64(DEPTH * TOKEN_BYTES)
                 ptx.cp_async_arrive(self.full(base, slot))
                 slot += 1
                 if slot == self.c.stages:
@@ -218,24 +219,21 @@ class Feed:
                 ptx.bulk_load_cached(self.weights(base, slot, thread), at, size, full)
 
     @cute.jit
-    def copy_tokens(self, x: Int64, rows: cute.Tensor, steps: Int32, k: Int32, target: Int32):
+    def copy_tokens(self, rows: cute.Tensor, steps: Int32, inside: cutlass.Constexpr, target: Int32):
         for i in cutlass.range_constexpr(self.c.tokens // ROWS_AT_ONCE):
             if i < steps:
-                source = x + Int64(rows[i] + k * 8) * 16
-                ptx.cp_async16(target + i * (ROWS_AT_ONCE * TOKEN_BYTES), source)
+                ptx.cp_async16(target + i * (ROWS_AT_ONCE * TOKEN_BYTES), rows[i] + inside * TOKEN_BYTES)
 
     @cute.jit
     def find_rows(
-        self, rows: cute.Tensor, x_stride: Int32, pairs: Int64, first: Int32, count: Int32, row: Int32,
-        chunk: Int32,
+        self, rows: cute.Tensor, x: Int64, x_stride: Int32, pairs: Int64, first: Int32, count: Int32,
+        row: Int32, chunk: Int32,
     ):  # fmt: skip
-        """Places of this thread's chunks of its tokens, in units of 16 bytes."""
+        """Addresses of this thread's chunks of its tokens."""
         for i in cutlass.range_constexpr(self.c.tokens // ROWS_AT_ONCE):
             token = row + i * ROWS_AT_ONCE
             # Columns beyond the work tile repeat its first token; what they give is never stored.
             if token >= count:
                 token = Int32(0)
-            at = first + token
-            if cutlass.const_expr(self.c.gated):
-                at = self.route.pair(pairs, at) // self.c.topk
-            rows[i] = at * (x_stride // 8) + chunk
+            at = self.route.pair(pairs, first + token) // self.c.topk
+            rows[i] = x + (Int64(at) * Int64(x_stride) * 2 + Int64(chunk * 16))
