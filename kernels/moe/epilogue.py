@@ -185,11 +185,16 @@ class Epilogue:
     @cute.jit
     def alphas(self, alpha: Int64, expert: Int32):
         """Global scales of rows r and r + 8 (gate and up where gated), with the products' power of two."""
+        first, second = self.stored_alphas(alpha, expert)
+        return first * Float32(PRODUCT_FACTOR), second * Float32(PRODUCT_FACTOR)
+
+    @cute.jit
+    def stored_alphas(self, alpha: Int64, expert: Int32):
         if cutlass.const_expr(self.c.gated):
-            first = ptx.ldg_f32(alpha + Int64(expert) * 8) * Float32(PRODUCT_FACTOR)
-            second = ptx.ldg_f32(alpha + Int64(expert) * 8 + 4) * Float32(PRODUCT_FACTOR)
+            first = ptx.ldg_f32(alpha + Int64(expert) * 8)
+            second = ptx.ldg_f32(alpha + Int64(expert) * 8 + 4)
         else:
-            first = ptx.ldg_f32(alpha + Int64(expert) * 4) * Float32(PRODUCT_FACTOR)
+            first = ptx.ldg_f32(alpha + Int64(expert) * 4)
             second = first
         return first, second
 

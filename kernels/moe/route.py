@@ -338,6 +338,21 @@ class Route:
         return Int32(expert), Int32(packed >> Uint32(8)), Int32(packed & Uint32(255))
 
     @cute.jit
+    def request(self, entries: Int64, index: Int32, count: Int32, lane: Int32):
+        """An entry (in global memory) on its way: a word of it in each lane; see `received`."""
+        word = Uint32(0xFFFFFFFF)
+        if index < count:
+            word = ptx.ldg32(entries + (Int64(index + 1) * 8 + Int64(lane % 2 * 4)))
+        return word
+
+    @cute.jit
+    def received(self, word: Uint32):
+        """What `entry` gives, of `request`'s words; expert -1 behind the last entry. For whole warps."""
+        expert = Int32(cute.arch.shuffle_sync(word, 0))
+        packed = Uint32(cute.arch.shuffle_sync(word, 1))
+        return expert, Int32(packed >> Uint32(8)), Int32(packed & Uint32(255))
+
+    @cute.jit
     def entry_words(self, entries, index: Int32):
         if cutlass.const_expr(self.c.shared):
             a, b = ptx.lds64(entries + index * 8)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import ptx
 from ..activation import Activation
 from ..layout import TILE_K
-from .epilogue import Epilogue, EpilogueConfig
+from .epilogue import PRODUCT_FACTOR, Epilogue, EpilogueConfig
 from .feed import BLOCKS, ROWS, ROWS_BYTES, TOKEN_BYTES
 from .route import Route
 
@@ -61,13 +61,27 @@ class WideEpilogue:
 
     @cute.jit
     def alphas(self, alpha: Int64, expert: Int32):
-        first, second = self.values.alphas(alpha, expert)
+        """Global scales, on their way; to be multiplied by PRODUCT_FACTOR."""
+        first, second = self.values.stored_alphas(alpha, expert)
         return first, second
 
     @cute.jit
-    def address(self, target: tuple, first: Int32, count: Int32, group: Int32, warp: Int32, lane: Int32):
-        """The thread's tokens of the work tile: their rows of the output, and their router weights."""
-        pairs, router, _, _ = target
+    def load_pairs(
+        self, tokens: cute.Tensor, pairs: Int64, first: Int32, count: Int32, warp: Int32, lane: Int32
+    ):
+        """Requests the pairs of the thread's tokens of a work tile."""
+        for i in cutlass.range_constexpr(self.c.rounds):
+            token = i * 128 + (warp % 4) * 32 + lane
+            if token < count:
+                tokens[i] = self.route.pair(pairs, first + token)
+
+    @cute.jit
+    def address(
+        self, target: tuple, tokens: cute.Tensor, first: Int32, count: Int32, warp: Int32, lane: Int32
+    ):
+        """The thread's tokens of the work tile: their rows of the output, and their router weights. `tokens`:
+        their pairs, where rows are those of pairs."""
+        _, router, _, _ = target
         rows, weights = [], []
         for i in cutlass.range_constexpr(self.c.rounds):
             token = i * 128 + (warp % 4) * 32 + lane
@@ -76,7 +90,7 @@ class WideEpilogue:
             if token < count:
                 row = first + token
                 if cutlass.const_expr(not self.c.gated):
-                    row = self.route.pair(pairs, row)
+                    row = tokens[i]
                     weight = ptx.ldg32(router + Int64(row) * 4)
             rows.append(row)
             weights.append(weight)
@@ -94,6 +108,7 @@ class WideEpilogue:
     ):  # fmt: skip
         """`room`: the warpgroup's shared memory; what it staged before has been read by all of it."""
         rows, weights = addressed
+        alphas = tuple(alpha * Float32(PRODUCT_FACTOR) for alpha in alphas)
         member = warp % 4
         for i in cutlass.range_constexpr(self.c.rounds):
             ptx.sts64(room + (i * 128 + member * 32 + lane) * 8, Uint32(rows[i]), weights[i])

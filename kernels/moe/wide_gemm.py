@@ -133,7 +133,8 @@ class WideGemm:
         ptx.dependents_may_start()
 
         m_tiles = (row_blocks + (BLOCKS - 1)) // BLOCKS
-        total = self.route.count(entries) * m_tiles
+        works = self.route.count(entries)
+        total = works * m_tiles
         if warp >= 4 * GROUPS:
             cute.arch.setmaxregister_decrease(REGISTERS[c.per_sm][1])
             thread = tid - 128 * GROUPS
@@ -148,36 +149,43 @@ class WideGemm:
             cute.arch.setmaxregister_increase(REGISTERS[c.per_sm][0])
             weights = (bases, slices, starts, records, dense, alpha, row_blocks, k_tiles)
             target = (pairs, router, out, out_stride)
-            self.consume(base, entries, weights, target, m_tiles, total, bid, grid, warp, lane)
+            self.consume(base, entries, weights, target, m_tiles, works, bid, grid, warp, lane)
 
     # ---- consumers -------------------------------------------------------------------------------
 
     @cute.jit
     def consume(
         self, base: Int32, entries: Int64, weights: tuple, target: tuple, m_tiles: Int32,
-        total: Int32, bid: Int32, grid: Int32, warp: Int32, lane: Int32,
+        works: Int32, bid: Int32, grid: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
+        """Loads that depend on each other are spread over tiles: a tile's entry is requested two tiles
+        ahead, what lies where the entry says one tile ahead, and its exceptions at the end of the one before."""
         c = self.c
         bases, slices, starts, records, dense, alpha, row_blocks, k_tiles = weights
+        pairs = target[0]
         group = warp // 4
         queues = base + c.feed.shared_bytes + warp * (32 * QUEUE_BYTES)
         room = base + c.feed.shared_bytes + 4 * GROUPS * 32 * QUEUE_BYTES + group * c.epilogue.shared_bytes
         ahead = self.ahead()
-        tile = Int32(bid)
-        self.look_ahead(ahead, entries, weights, m_tiles, total, tile, warp, lane)
-        self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
+        stride = (grid // m_tiles, grid % m_tiles, m_tiles)
+        entry, m_tile = bid // m_tiles, bid % m_tiles
+        next_entry, next_m = self.further(entry, m_tile, stride)
+        word = self.route.request(entries, entry, works, lane)
+        next_word = self.route.request(entries, next_entry, works, lane)
+        self.look_ahead(ahead, weights, pairs, word, m_tile, warp, lane)
+        self.load_exceptions(ahead, records, lane)
         begun = Int32(0)
         stages = (k_tiles + (DEPTH - 1)) // DEPTH
-        while tile < total:
-            entry = tile // m_tiles
-            m_tile = tile - entry * m_tiles
-            expert, first, count = self.route.entry(entries, entry)
+        while entry < works:
+            expert, first, count = self.route.received(word)
             now = self.ahead()
             for mine, theirs in zip(now, ahead, strict=True):
                 for i in cutlass.range_constexpr(cute.size(mine)):
                     mine[i] = theirs[i]
-            tile += grid
-            self.look_ahead(ahead, entries, weights, m_tiles, total, tile, warp, lane)
+            after_entry, after_m = self.further(next_entry, next_m, stride)
+            word = next_word
+            next_word = self.route.request(entries, after_entry, works, lane)
+            self.look_ahead(ahead, weights, pairs, word, next_m, warp, lane)
             block = m_tile * BLOCKS + warp
             if block >= row_blocks:
                 block = Int32(-1)
@@ -186,40 +194,61 @@ class WideGemm:
                 self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
                 self.feed.skip(base, begun, stages, lane)
-                self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
+                self.load_exceptions(ahead, records, lane)
             begun += stages
+            entry, m_tile = next_entry, next_m
+            next_entry, next_m = after_entry, after_m
+
+    @cute.jit
+    def further(self, entry: Int32, m_tile: Int32, stride: tuple):
+        """The entry and the rows of this CTA's next tile."""
+        entry += stride[0]
+        m_tile += stride[1]
+        if m_tile >= stride[2]:
+            m_tile -= stride[2]
+            entry += 1
+        return entry, m_tile
 
     def ahead(self) -> tuple:
-        """What is known of a tile before it starts: first slice, its bases, exceptions, expert's origins."""
+        """What is known of a tile before it starts: first slice, its bases, exceptions, a word of the
+        expert's origins in each lane, the thread's tokens' pairs."""
         return (
             cute.make_rmem_tensor((2, 1), Uint32),
             cute.make_rmem_tensor(1, Uint32),
             cute.make_rmem_tensor((3, 1), Uint32),
-            cute.make_rmem_tensor(2, Uint32),
+            cute.make_rmem_tensor(1, Uint32),
+            cute.make_rmem_tensor(self.c.epilogue.rounds, Int32),
         )
 
     @cute.jit
+    def load_exceptions(self, ahead: tuple, records: Int64, lane: Int32):
+        """Requests the exceptions of the next tile's first slice."""
+        record0 = Uint32(cute.arch.shuffle_sync(ahead[3][0], 0))
+        self.slices.load_exceptions(ahead[2], ahead[0], record0, records, lane)
+
+    @cute.jit
     def look_ahead(
-        self, ahead: tuple, entries: Int64, weights: tuple, m_tiles: Int32, total: Int32, tile: Int32,
-        warp: Int32, lane: Int32,
+        self, ahead: tuple, weights: tuple, pairs: Int64, word: Uint32, m_tile: Int32, warp: Int32,
+        lane: Int32,
     ):  # fmt: skip
         """Requests what the warp needs of a tile, but for the exceptions, which depend on it."""
-        info, base_words, exceptions, origins = ahead
+        info, base_words, exceptions, origins, tokens = ahead
         bases, slices, starts, records, dense, alpha, row_blocks, k_tiles = weights
         info.fill(Uint32(0))
         exceptions.fill(Uint32(0))
         base_words.fill(Uint32(0))
-        if tile < total:
-            entry = tile // m_tiles
-            block = (tile - entry * m_tiles) * BLOCKS + warp
-            if block < row_blocks:
-                expert, _, _ = self.route.entry(entries, entry)
-                words = ptx.ldg128(starts + Int64(expert) * 16)
-                origins[0] = words[0]
-                origins[1] = words[2]
-                origin = expert * row_blocks
-                self.slices.load_info(info, slices, origin, block, Int32(0), Int32(0), k_tiles)
-                self.slices.load_bases(base_words, bases, origin, block, Int32(0), lane)
+        origins.fill(Uint32(0))
+        tokens.fill(Int32(0))
+        expert, first, count = self.route.received(word)
+        block = m_tile * BLOCKS + warp
+        if expert >= 0 and block < row_blocks:
+            # A word a lane: of a load that is the same in all lanes the compiler waits at once.
+            origins[0] = ptx.ldg32(starts + (Int64(expert) * 16 + Int64(lane % 4 * 4)))
+            origin = expert * row_blocks
+            self.slices.load_info(info, slices, origin, block, Int32(0), Int32(0), k_tiles)
+            self.slices.load_bases(base_words, bases, origin, block, Int32(0), lane)
+            if cutlass.const_expr(not self.c.gated):
+                self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
 
     @cute.jit
     def tile(
@@ -234,9 +263,11 @@ class WideGemm:
         acc = tuple(cute.make_rmem_tensor(c.tokens // 2, Float32) for _ in range(2))
         for part in acc:
             part.fill(0.0)
-        addressed = self.epilogue.address(target, first, count, group, warp, lane)
+        info, base_words, exceptions, word, tokens = now
+        record0 = Uint32(cute.arch.shuffle_sync(word[0], 0))
+        dense0 = Uint32(cute.arch.shuffle_sync(word[0], 2))
+        addressed = self.epilogue.address(target, tokens, first, count, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
-        info, base_words, exceptions, origins = now
         bases2 = self.dequant.base_pairs(base_words[0])
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
@@ -256,19 +287,19 @@ class WideGemm:
         self.fetch(raw, base, at, warp, lane)
         while at[0] < k_tiles:
             any_dense = self.slices.start_slice(
-                info, info, exceptions, heads, queue, pending, dense_rows, dense, origins[1], queues,
+                info, info, exceptions, heads, queue, pending, dense_rows, dense, dense0, queues,
                 Int32(0), lane,
             )  # fmt: skip
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
-            self.slices.load_exceptions(exceptions, info, origins[0], records, lane)
+            self.slices.load_exceptions(exceptions, info, record0, records, lane)
             visit = at[0] // layout.SLICE_TILES + 2
             self.slices.load_info(next_info, slices, origin, block, visit, Int32(0), k_tiles)
             stop = cutlass.min(at[0] + layout.SLICE_TILES, k_tiles)
             scaling = (bases2, heads, queue, pending, dense_rows, any_dense)
             while at[0] < stop:
                 self.step(base, acc, width, raw, at, k_tiles, scaling, warp, lane)
-        self.slices.load_exceptions(ahead[2], ahead[0], ahead[3][0], records, lane)
+        self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
         self.feed.release(base, at[3], Uint32(lane == 0))
         self.epilogue.store(
