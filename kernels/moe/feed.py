@@ -18,6 +18,7 @@ from .route import Route
 GROUPS = 2  # warpgroups of consumers
 BLOCKS = 4 * GROUPS  # row blocks of a tile, one a warp
 DEPTH = 2  # tiles of K in a stage
+BARRIERS = 16  # bytes of a stage's two
 TOKEN_BYTES = 2 * layout.TILE_K  # of one token and one tile of K
 ROWS = 8  # tokens that lie together; an expert's slots start at a multiple of it
 ROWS_BYTES = ROWS * TOKEN_BYTES
@@ -57,7 +58,7 @@ class FeedConfig:
     @property
     def shared_bytes(self) -> int:
         """Tokens, weights, then a full and an empty barrier a stage."""
-        return self.barriers + -(-self.stages * 16 // 128) * 128
+        return self.barriers + -(-self.stages * BARRIERS // 128) * 128
 
     @property
     def barriers(self) -> int:
@@ -84,7 +85,7 @@ class Feed:
 
     @cute.jit
     def full(self, base: Int32, slot: Int32):
-        return base + self.c.barriers + slot * 16
+        return base + self.c.barriers + slot * BARRIERS
 
     @cute.jit
     def empty(self, base: Int32, slot: Int32):
@@ -102,20 +103,17 @@ class Feed:
     # ---- consumers -------------------------------------------------------------------------------
 
     @cute.jit
-    def wait(self, base: Int32, slot: Int32, phase: Int32):
+    def wait(self, full: Int32, phase: Int32):
         """Until a stage is full."""
-        self.wait_if(base, slot, phase, Int32(1))
-
-    @cute.jit
-    def wait_if(self, base: Int32, slot: Int32, phase: Int32, condition: Int32):
-        """As `wait`, where `condition`, the same in all lanes, is not zero."""
+        ptx.mbarrier_wait(full, phase)
         # Gathered tokens were written by ordinary copies and are read by the tensor cores.
-        ptx.mbarrier_wait_if(self.full(base, slot), phase, condition, self.c.gated)
+        if cutlass.const_expr(self.c.gated):
+            ptx.fence_async_shared()
 
     @cute.jit
-    def release(self, base: Int32, slot: Int32, condition: Uint32):
-        """The warp has read a stage; `condition` is not zero in one lane."""
-        ptx.mbarrier_arrive_if(self.empty(base, slot), condition)
+    def release_at(self, full: Int32, condition: Uint32):
+        """The warp has read the stage of this barrier; `condition` is not zero in one lane."""
+        ptx.mbarrier_arrive_if(full + 8, condition)
 
     @cute.jit
     def skip(self, base: Int32, first: Int32, count: Int32, lane: Int32):
@@ -125,7 +123,7 @@ class Feed:
             slot = stage % self.c.stages
             ptx.mbarrier_wait(self.full(base, slot), (stage // self.c.stages) & 1)
             cute.arch.sync_warp()
-            self.release(base, slot, Uint32(lane == 0))
+            self.release_at(self.full(base, slot), Uint32(lane == 0))
 
     # ---- producers -------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class RouteConfig:
     """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
     `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory.
     `parts`: CTAs that each place a part of the pairs into global tables, after counting all of them.
-    `align`: an expert's slots start at a multiple of it.
+    `align`: an expert's slots start at a multiple of it. `step`: an expert's tokens are spread evenly over its
+    work tiles, in multiples of this, a divisor of `tile`; 0: all tiles but the last are full.
 
     Raises ValueError for what the tables cannot hold.
     """
@@ -47,6 +48,7 @@ class RouteConfig:
     threads: int = THREADS
     parts: int = 1
     align: int = 1
+    step: int = 0
 
     def __post_init__(self) -> None:
         if self.capacity % self.threads:
@@ -171,18 +173,26 @@ class Route:
         for i in cutlass.range_constexpr(share):
             e = tid * share + i
             self.set_cursors(scratch, e, tokens, mine[i])
-            count = Int32(0)
+            count = (mine[i] + (c.tile - 1)) // c.tile
+            full = self.full_tile(mine[i], count)
             if part == 0:
-                count = (mine[i] + (c.tile - 1)) // c.tile
-            for t in cutlass.range(count, unroll=1):
-                size = mine[i] - t * c.tile
-                if size > c.tile:
-                    size = Int32(c.tile)
-                self.put2(entries, 1 + tiles + t, Uint32(e), Uint32((tokens + t * c.tile) << 8 | size))
+                for t in cutlass.range(count, unroll=1):
+                    size = cutlass.min(mine[i] - t * full, full)
+                    self.put2(entries, 1 + tiles + t, Uint32(e), Uint32((tokens + t * full) << 8 | size))
             tokens += self.aligned(mine[i])
             tiles += (mine[i] + (c.tile - 1)) // c.tile
         if tid == 0 and part == 0:
             self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
+
+    @cute.jit
+    def full_tile(self, tokens: Int32, tiles: Int32):
+        """Tokens of all of an expert's work tiles but the last."""
+        full = Int32(self.c.tile)
+        if cutlass.const_expr(self.c.step > 0):
+            if tiles > 1:
+                steps = tiles * self.c.step
+                full = (tokens + (steps - 1)) // steps * self.c.step
+        return full
 
     @cute.jit
     def aligned(self, tokens: Int32):

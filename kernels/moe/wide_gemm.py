@@ -27,12 +27,17 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import layout, ptx
 from ..activation import SILU, Activation
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BLOCKS, DEPTH, GROUPS, ROWS, Feed, FeedConfig
+from .feed import BARRIERS, BLOCKS, DEPTH, GROUPS, ROWS, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
 
 THREADS = 128 * (GROUPS + 1)
+# Where a warp is in the ring: addresses of its words of the tile and (as the matrix instructions want it) of the
+# tokens; the stage's barrier and phase; tiles left; whether the tile is the second of its stage; the barrier of
+# the stage before, and whether that is still to be released by this lane.
+WORDS, TOKENS, FULL, PHASE, LEFT, ODD, FULL_BEFORE, DONE = range(8)
+STATE = 8
 # Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
 # most what the CTA starts with, which is 168 and 80 a thread.
 REGISTERS = {1: (224, 56), 2: (104, 24)}
@@ -58,7 +63,9 @@ class WideConfig:
 
     @property
     def route(self) -> RouteConfig:
-        return RouteConfig(self.capacity, self.tokens, self.wide_ids, self.mapped, 0, align=ROWS)
+        return RouteConfig(
+            self.capacity, self.tokens, self.wide_ids, self.mapped, 0, align=ROWS, step=ptx.STEP
+        )
 
     @property
     def feed(self) -> FeedConfig:
@@ -241,14 +248,15 @@ class WideGemm:
         tokens.fill(Int32(0))
         expert, first, count = self.route.received(word)
         block = m_tile * BLOCKS + warp
+        if cutlass.const_expr(not self.c.gated):
+            if expert >= 0:
+                self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
         if expert >= 0 and block < row_blocks:
             # A word a lane: of a load that is the same in all lanes the compiler waits at once.
             origins[0] = ptx.ldg32(starts + (Int64(expert) * 16 + Int64(lane % 4 * 4)))
             origin = expert * row_blocks
             self.slices.load_info(info, slices, origin, block, Int32(0), Int32(0), k_tiles)
             self.slices.load_bases(base_words, bases, origin, block, Int32(0), lane)
-            if cutlass.const_expr(not self.c.gated):
-                self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
 
     @cute.jit
     def tile(
@@ -278,14 +286,11 @@ class WideGemm:
         origin = expert * row_blocks
         self.slices.load_info(next_info, slices, origin, block, Int32(1), Int32(0), k_tiles)
         raw = cute.make_rmem_tensor(9, Uint32)
-        at = cute.make_rmem_tensor(4, Int32)  # tile, stage's slot, its phase, slot of the stage before
-        at[0] = Int32(0)
-        at[1] = begun % c.stages
-        at[2] = (begun // c.stages) & 1
-        at[3] = at[1]
-        self.feed.wait(base, at[1], at[2])
-        self.fetch(raw, base, at, warp, lane)
-        while at[0] < k_tiles:
+        at, ring = self.enter(base, begun, k_tiles, warp, lane)
+        for m in cutlass.range_constexpr(2):
+            self.fetch(raw, at, m, lane)
+        visit = Int32(2)
+        while at[LEFT] > 0:
             any_dense = self.slices.start_slice(
                 info, info, exceptions, heads, queue, pending, dense_rows, dense, dense0, queues,
                 Int32(0), lane,
@@ -293,32 +298,50 @@ class WideGemm:
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
             self.slices.load_exceptions(exceptions, info, record0, records, lane)
-            visit = at[0] // layout.SLICE_TILES + 2
             self.slices.load_info(next_info, slices, origin, block, visit, Int32(0), k_tiles)
-            stop = cutlass.min(at[0] + layout.SLICE_TILES, k_tiles)
-            scaling = (bases2, heads, queue, pending, dense_rows, any_dense)
-            while at[0] < stop:
-                self.step(base, acc, width, raw, at, k_tiles, scaling, warp, lane)
+            visit += 1
+            rare = cute.make_rmem_tensor(2, Uint32)  # a bit for each tile with exceptions; `bound` of `patch`
+            rare[0] = pending[0]
+            if any_dense != 0:
+                rare[0] = Uint32(0xFFFF)
+            rare[1] = Uint32(1 << 26)
+            scaling = (bases2, rare, heads, queue, pending, dense_rows, any_dense)
+            for _ in cutlass.range(cutlass.min(at[LEFT], Int32(layout.SLICE_TILES)), unroll=1):
+                self.step(acc, width, raw, at, ring, scaling, lane)
         self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
-        self.feed.release(base, at[3], Uint32(lane == 0))
+        self.feed.release_at(at[FULL], Uint32(lane == 0))
         self.epilogue.store(
             acc, width, alphas, addressed, target, room, first, count, m_tile, group, row_blocks, warp, lane
         )
 
     @cute.jit
-    def fetch(self, raw: cute.Tensor, base: Int32, at: cute.Tensor, warp: Int32, lane: Int32):
-        """The lane's packed weights and codes of a tile in the ring."""
-        address = self.tile_in_ring(base, at, warp)
-        for m in cutlass.range_constexpr(2):
-            found = ptx.lds128(address + m * 512 + lane * 16)
-            for i in cutlass.range_constexpr(4):
-                raw[m * 4 + i] = found[i]
-        raw[8] = self.dequant.codes(address, lane)
+    def enter(self, base: Int32, begun: Int32, k_tiles: Int32, warp: Int32, lane: Int32):
+        """Where the warp is in the ring, at a tile whose first stage is number `begun`, once that is full;
+        and where the ring begins and ends."""
+        feed = self.feed
+        slot = begun % self.c.stages
+        words = feed.weights(base, Int32(0), warp) + lane * 16
+        tokens = Int32(ptx.rows_descriptor(feed.token_rows(base, Int32(0), 0)))
+        at = cute.make_rmem_tensor(STATE, Int32)
+        at[WORDS] = words + slot * self.c.feed.weight_bytes
+        at[TOKENS] = tokens + slot * (self.c.feed.tokens_bytes // 16)
+        at[FULL] = feed.full(base, slot)
+        at[PHASE] = (begun // self.c.stages) & 1
+        at[LEFT] = k_tiles
+        at[ODD] = Int32(0)
+        at[DONE] = Int32(0)
+        feed.wait(at[FULL], at[PHASE])
+        return at, (words, tokens, feed.full(base, Int32(0)))
 
     @cute.jit
-    def tile_in_ring(self, base: Int32, at: cute.Tensor, warp: Int32):
-        return self.feed.weights(base, at[1], warp) + (at[0] & (DEPTH - 1)) * self.c.feed.tile_bytes
+    def fetch(self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, lane: Int32):
+        """The lane's packed weights of a fragment of the tile that the warp is at; with the first, its codes."""
+        found = ptx.lds128(at[WORDS] + m * 512)
+        for i in cutlass.range_constexpr(4):
+            raw[m * 4 + i] = found[i]
+        if cutlass.const_expr(m == 0):
+            raw[8] = self.dequant.codes(at[WORDS] - lane * 16, lane)
 
     @cute.jit
     def operand(self, words: list, scale: Uint32):
@@ -339,62 +362,65 @@ class WideGemm:
 
     @cute.jit
     def step(
-        self, base: Int32, acc: tuple, width: Int32, raw: cute.Tensor, at: cute.Tensor, k_tiles: Int32,
-        scaling: tuple, warp: Int32, lane: Int32,
+        self, acc: tuple, width: Int32, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
+        lane: Int32,
     ):  # fmt: skip
-        """Issues the products of a tile, 64 columns; meanwhile the next one is fetched into `raw`.
+        """Issues the products of a tile, 64 columns, and fetches the next one.
 
         This is the only place where products are issued: ptxas gives every place registers of its own.
+        Few instructions count more here than anything else.
         """
-        tile, slot = at[0], at[1]
-        inside = tile & (DEPTH - 1)
-        sv = self.scales(raw[8], self.tile_in_ring(base, at, warp), tile, scaling, lane)
-        b = ptx.rows_descriptor(self.feed.token_rows(base, slot, inside))
-        later = cute.make_rmem_tensor(9, Uint32)
+        sv = self.scales(raw[8], at, scaling, lane)
+        tokens = ptx.descriptors(at[TOKENS], layout.TILE_K // 16)
         for m in cutlass.range_constexpr(2):
             # The registers of two groups ago are free; so is the stage before this one, once the first
             # group of this one is the only one left.
             warpgroup.wait_group(1)
             if cutlass.const_expr(m == 1):
-                self.feed.release(base, at[3], Uint32(lane == 0) & Uint32(inside == 0) & Uint32(tile > 0))
-            self.multiply(acc[m], self.operand([raw[m * 4 + i] for i in range(4)], sv[m]), b, width)
+                self.feed.release_at(at[FULL_BEFORE], Uint32(at[DONE]))
+                at[DONE] = Int32(0)
+            a = self.operand([raw[m * 4 + i] for i in range(4)], sv[m])
+            self.multiply(acc[m], a, tokens, width)
             if cutlass.const_expr(m == 0):
-                self.advance(base, at, tile + 1, k_tiles)
-                self.fetch(later, base, at, warp, lane)
-        for i in cutlass.range_constexpr(9):
-            raw[i] = later[i]
-        at[3] = slot
+                self.advance(at, ring, lane)
+            self.fetch(raw, at, m, lane)
 
     @cute.jit
-    def advance(self, base: Int32, at: cute.Tensor, tile: Int32, k_tiles: Int32):
-        """To the next tile, once it is there; behind the last one, the stage stays and nothing is used."""
-        slot = at[1]
-        phase = at[2]
-        further = Int32(0)
-        if (tile & (DEPTH - 1)) == 0 and tile < k_tiles:
-            further = Int32(1)
-        slot += further
-        if slot == self.c.stages:
-            slot = Int32(0)
-            phase = phase ^ 1
-        at[0] = tile
-        at[1] = slot
-        at[2] = phase
-        self.feed.wait_if(base, slot, phase, further)
+    def advance(self, at: cute.Tensor, ring: tuple, lane: Int32):
+        """To the next tile, once it is there. Behind the last one, what is fetched is not used."""
+        f = self.c.feed
+        at[LEFT] = at[LEFT] - 1
+        odd = at[ODD]
+        at[ODD] = odd ^ 1
+        if odd == 0:
+            at[WORDS] = at[WORDS] + f.tile_bytes
+            at[TOKENS] = at[TOKENS] + f.rows_bytes // 16
+        elif at[LEFT] > 0:
+            at[WORDS] = at[WORDS] + (f.weight_bytes - f.tile_bytes)
+            at[TOKENS] = at[TOKENS] + (f.tokens_bytes - f.rows_bytes) // 16
+            at[FULL_BEFORE] = at[FULL]
+            at[DONE] = Int32(lane == 0)
+            at[FULL] = at[FULL] + BARRIERS
+            if at[FULL] == ring[2] + self.c.stages * BARRIERS:
+                at[WORDS] = ring[0]
+                at[TOKENS] = ring[1]
+                at[FULL] = ring[2]
+                at[PHASE] = at[PHASE] ^ 1
+            self.feed.wait(at[FULL], at[PHASE])
 
     @cute.jit
-    def scales(self, codes: Uint32, address: Int32, tile: Int32, scaling: tuple, lane: Int32):
+    def scales(self, codes: Uint32, at: cute.Tensor, scaling: tuple, lane: Int32):
         """The lane's scales of a tile: bf16 pairs of its two fragments."""
-        bases2, heads, queue, pending, dense_rows, any_dense = scaling
-        inside = tile & (layout.SLICE_TILES - 1)
+        bases2, rare, heads, queue, pending, dense_rows, any_dense = scaling
         sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
-        here = (pending[0] >> Uint32(inside)) & Uint32(1)
-        if (here | Uint32(any_dense)) != 0:
+        if (rare[0] & Uint32(1)) != 0:
             if any_dense != 0:
-                sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
+                inside = Int32(rare[1] >> Uint32(26)) - 1
+                sv0, sv1 = self.dequant.dense_scales(at[WORDS] - lane * 16, lane, dense_rows[0], inside)
             else:
-                bound = Uint32(inside + 1) << Uint32(26)
                 sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch(
-                    sv0, sv1, heads[0], queue[0, 0], queue[1, 0], bound, pending[0]
+                    sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
                 )
+        rare[0] = rare[0] >> Uint32(1)
+        rare[1] = rare[1] + Uint32(1 << 26)
         return sv0, sv1

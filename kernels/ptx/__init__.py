@@ -96,9 +96,6 @@ from .asynchronous import (
     mbarrier_wait as mbarrier_wait,
 )
 from .asynchronous import (
-    mbarrier_wait_if as mbarrier_wait_if,
-)
-from .asynchronous import (
     wait_for_predecessor as wait_for_predecessor,
 )
 from .global_memory import (
@@ -199,6 +196,9 @@ from .shared_memory import (
 )
 from .warpgroup import (
     STEP as STEP,
+)
+from .warpgroup import (
+    descriptors as descriptors,
 )
 from .warpgroup import (
     products_of_64 as products_of_64,

@@ -37,19 +37,6 @@ def mbarrier_wait(address, phase, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def mbarrier_wait_if(address, phase, condition, fence: bool, *, loc=None, ip=None):
-    """`mbarrier_wait`, and `fence_async_shared` if `fence`, where `condition`, the same in all lanes, is not
-    zero."""
-    operands = [Int32(address).ir_value(loc=loc, ip=ip), word(phase, loc, ip), word(condition, loc, ip)]
-    text = (
-        "{ .reg .pred p, none;\n setp.eq.u32 none, $2, 0;\n @none bra.uni DONE;\n"
-        " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n @p bra PASSED;\n bra WAIT;\n"
-        f" PASSED: {'fence.proxy.async.shared::cta;' if fence else ''}\n DONE: }}"
-    )
-    asm(None, operands, text, "r,r,r", True, loc, ip)
-
-
-@dsl_user_op
 def mbarrier_arrive(address, *, loc=None, ip=None):
     operands = [Int32(address).ir_value(loc=loc, ip=ip)]
     asm(None, operands, "mbarrier.arrive.shared::cta.b64 _, [$0];", "r", True, loc, ip)

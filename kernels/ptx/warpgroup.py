@@ -1,13 +1,14 @@
 """Matrix instructions of a warpgroup (sm_90a)."""
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .core import asm, struct, word
 
 # K-major rows of 128 bytes, swizzled: eight rows are 1024 bytes apart (in units of 16 bytes, bits 32 on).
-_ROWS_OF_128 = (1 << 62) | (64 << 32) | (1 << 16)
+_ROWS_OF_128_LOW = 1 << 16
+_ROWS_OF_128_HIGH = (1 << 30) | 64
 STEP = 16  # tokens by which the width of a product grows
 
 
@@ -18,7 +19,7 @@ def _products(width: int, steps: int, a: int) -> str:
         registers = ",".join(f"${a + 4 * step + i}" for i in range(4))
         text += (
             f"wgmma.mma_async.sync.aligned.m64n{width * STEP}k16.f32.bf16.bf16 "
-            f"{{{acc}}}, {{{registers}}}, d{step}, one, 1, 1, 0;\n"
+            f"{{{acc}}}, {{{registers}}}, ${a + 4 * steps + step}, one, 1, 1, 0;\n"
         )
     # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
     return text + "wgmma.commit_group.sync.aligned;\n"
@@ -30,7 +31,7 @@ def _choose(low: int, high: int, steps: int, a: int) -> str:
         return _products(low, steps, a) + "bra.uni DONE;\n"
     middle = (low + high + 1) // 2
     return (
-        f"setp.ge.s32 p, ${a + 4 * steps + 1}, {middle};\n@p bra.uni FROM{middle}_{high};\n"
+        f"setp.ge.s32 p, ${a + 5 * steps}, {middle};\n@p bra.uni FROM{middle}_{high};\n"
         + _choose(low, middle - 1, steps, a)
         + f"FROM{middle}_{high}:\n"
         + _choose(middle, high, steps, a)
@@ -42,7 +43,7 @@ def _choose_widest_first(most: int, steps: int, a: int) -> str:
     if most == 1:
         return _products(most, steps, a)
     return (
-        f"setp.lt.s32 p, ${a + 4 * steps + 1}, {most};\n@p bra.uni LESS;\n"
+        f"setp.lt.s32 p, ${a + 5 * steps}, {most};\n@p bra.uni LESS;\n"
         + _products(most, steps, a)
         + "bra.uni DONE;\nLESS:\n"
         + _choose(1, most - 1, steps, a)
@@ -52,27 +53,37 @@ def _choose_widest_first(most: int, steps: int, a: int) -> str:
 
 @dsl_user_op
 def rows_descriptor(address, *, loc=None, ip=None):
-    """Describes rows of 64 bf16 in shared memory, swizzled, at a multiple of 1024; + 2 for each k16 step."""
-    return (Int64(address & Int32(0x3FFFF)) >> Int64(4)) | Int64(_ROWS_OF_128)
+    """The low word of the descriptor of rows of 64 bf16 in shared memory, swizzled, at a multiple of 1024. It
+    grows by 1 for 16 bytes."""
+    return (Uint32(address & Int32(0x3FFFF)) >> Uint32(4)) | Uint32(_ROWS_OF_128_LOW)
 
 
 @dsl_user_op
-def products_of_64(acc, a, descriptor, width, most: int, *, loc=None, ip=None):
+def descriptors(low, steps: int, *, loc=None, ip=None):
+    """The whole descriptors of the first `steps` times 16 columns of such rows."""
+    text = f"{{ .reg .b32 t; add.u32 t, $1, %d; mov.b64 $0, {{t, {_ROWS_OF_128_HIGH}}}; }}"
+    return [
+        Int64(asm(T.i64(), [word(low, loc, ip)], text % (2 * step), "=l,r", False, loc, ip))
+        for step in range(steps)
+    ]
+
+
+@dsl_user_op
+def products_of_64(acc, a, b, width, most: int, *, loc=None, ip=None):
     """Issues `acc + a @ b` as one group, without waiting.
 
     acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
-    `rows_descriptor`; `width`: how many times 16 columns to compute, 1 to `most`. One width is
+    `descriptors`; `width`: how many times 16 columns to compute, 1 to `most`. One width is
     chosen at run time, inside the block, so that all of them use the same registers.
     """
     count, steps = most * STEP // 2, len(a) // 4
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
     operands += [word(v, loc, ip) for v in a]
-    operands += [Int64(descriptor).ir_value(loc=loc, ip=ip), Int32(width).ir_value(loc=loc, ip=ip)]
+    operands += [Int64(v).ir_value(loc=loc, ip=ip) for v in b]
+    operands += [Int32(width).ir_value(loc=loc, ip=ip)]
     first = 2 * count
     text = "{ .reg .pred p, one;\nsetp.eq.u32 one, 1, 1;\n"
-    for step in range(steps):
-        text += f".reg .b64 d{step};\nadd.s64 d{step}, ${first + 4 * steps}, {2 * step};\n"
     text += _choose_widest_first(most, steps, first) + "}"
-    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (4 * steps) + ["l", "r"])
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (4 * steps) + ["l"] * steps + ["r"])
     result = asm(struct(T.f32(), count), operands, text, constraints, True, loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]
