@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -205,6 +206,56 @@ def test_a_worker_that_cannot_start_is_reported(tmp_path, monkeypatch, caplog):
         ready = Build([tiny(1), tiny(2)], ProgramCache(tmp_path)).finish()
     assert callable(ready[tiny(2)])
     assert "status 1: nothing here" in caplog.text
+
+
+def test_optional_programs_that_do_not_compile_are_done_without(tmp_path, caplog):
+    broken = [tiny(7, trouble="error"), tiny(8, trouble="error")]
+    with caplog.at_level(logging.WARNING, "vllm.csf"):
+        wanted = Build([broken[0], tiny(1), broken[1]], ProgramCache(tmp_path), optional=True)
+        wanted.start()
+        there = wanted.take(120)
+    assert there.programs == {tiny(1)}
+    assert callable(there[tiny(1)])
+    assert [record.getMessage().count("done without: tiny(constant=") for record in caplog.records] == [1, 1]
+    assert ProgramCache(tmp_path).find(tiny(1)) is not None
+
+
+def test_optional_programs_that_take_too_long_are_not_waited_for(tmp_path, monkeypatch, tiny_object):
+    """What is there by then is taken; nothing is begun afterwards."""
+    here, ended = threading.Event(), threading.Event()
+
+    def slow(programs, done, most, failed, stop):
+        done(tiny(1), tiny_object)
+        here.set()
+        assert stop.wait(60)
+        ended.set()
+        return [tiny(2)]
+
+    monkeypatch.setattr(build, "compile_in_workers", slow)
+    wanted = Build([tiny(1), tiny(2)], ProgramCache(tmp_path), optional=True)
+    wanted.start()
+    assert here.wait(60)
+    assert wanted.take(0.0).programs == {tiny(1)}
+    assert ended.wait(60)
+
+
+def test_a_build_begins_when_the_one_before_has_compiled(tmp_path, monkeypatch, tiny_object):
+    order = []
+
+    def note(programs, done, *rest):
+        order.append(programs)
+        time.sleep(0.1)
+        for program in programs:
+            done(program, tiny_object)
+        return []
+
+    monkeypatch.setattr(build, "compile_in_workers", note)
+    first = Build([tiny(1)], ProgramCache(tmp_path))
+    second = Build([tiny(2)], ProgramCache(tmp_path), optional=True)
+    first.start()
+    second.start(after=first)
+    assert second.take(60).programs == {tiny(2)}
+    assert order == [[tiny(1)], [tiny(2)]]
 
 
 def _build_in_daemon(folder: str, count: str, barrier, results) -> None:
