@@ -89,20 +89,20 @@ def test_a_full_cache_leaves_nothing_to_do(folder, tmp_path, monkeypatch, capsys
 
     data, kept = compile_object(tiny(1)), ProgramCache(tmp_path)
     for plan in plans(folder, "--max-num-batched-tokens", "1"):
-        for program in plan.programs():
+        for program in (*plan.preparation, *plan.programs()):
             kept.store(program, data)
     flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path)]
     assert main(["precompile", str(folder), *flags]) == 0
     out = capsys.readouterr().out
     assert "plan 1 of 8 experts of 8, H 128, I 192, top 3, up to 1 tokens, on sm_90a" in out
-    assert out.endswith(f"0 programs compiled in 0.0 s, 2 were there, in {tmp_path}\n")
+    assert out.endswith(f"0 programs compiled in 0.0 s, 4 were there, in {tmp_path}\n")
 
 
 @pytest.mark.slow
 def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys):
     flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet"]
     assert main(["precompile", str(folder), *flags]) == 0
-    assert capsys.readouterr().out.startswith("2 programs compiled in ")
+    assert capsys.readouterr().out.startswith("4 programs compiled in ")
     from vllm_csf.startup import Startup
 
     build.reclaim()
@@ -110,9 +110,9 @@ def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(build, "compile_object", None)
     startup = Startup()
     plan = make_plan(geometry_of(facts(), "sm_90a", 78), Limits(1))
-    startup.declare(plan, ProgramCache(tmp_path))
+    startup.declare(plan, ProgramCache(tmp_path)).packer()
     account = startup.finish()
-    assert (account.compiled, account.from_cache) == (0, 2)
+    assert (account.compiled, account.from_cache) == (0, 4)
 
 
 def test_what_is_missing_is_named(folder, tmp_path, capsys):
@@ -155,8 +155,8 @@ def test_a_compilation_that_was_killed_leaves_nothing_in_the_way(folder, tmp_pat
     assert killed.wait(30) == -signal.SIGKILL
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
-    assert "2 programs compiled" in again.stdout
+    assert "4 programs compiled" in again.stdout
     cache = ProgramCache(tmp_path)
-    wanted = [p for plan in plans(folder, *flags) for p in plan.programs()]
-    assert len(wanted) == 2
+    wanted = [p for plan in plans(folder, *flags) for p in (*plan.preparation, *plan.programs())]
+    assert len(wanted) == 4
     assert all(cache.find(program) for program in wanted)

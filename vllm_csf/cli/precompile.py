@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print(*plans, sep="\n", flush=True)
     cache = ProgramCache(arguments.cache_dir)
-    wanted = Build((p for plan in plans for p in plan.programs()), cache, workers=arguments.workers)
+    programs = (p for plan in plans for p in (*plan.preparation, *plan.programs()))
+    wanted = Build(programs, cache, workers=arguments.workers)
     try:
         wanted.finish()
     except CompileError as error:
