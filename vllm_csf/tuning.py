@@ -85,7 +85,7 @@ def parse_budget(value: Any) -> Budget | None:
 
 
 def _positive(value: dict[str, Any], name: str, kinds: tuple[type, ...], expected: str) -> Any:
-    found = value.get(name, getattr(Budget(), name))
+    found: Any = value.get(name, getattr(Budget(), name))
     if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < float("inf"):
         raise ValueError(f"quantization_config.{FIELD}.{name} is {found!r}, expected {expected}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm_csf.execution import choose
 from vllm_csf.planning import LayerFacts, Limits
 from vllm_csf.report import Ledger
 from vllm_csf.startup import release_cached
+from vllm_csf.tuning import Budget
 
 pytestmark = pytest.mark.gpu
 
@@ -36,9 +38,9 @@ def received(seed: int = 0) -> reference.ExpertLayer:
 class Engine:
     """What the method and the engine do at start, for `LAYERS` layers and a draft layer."""
 
-    def __init__(self, folder: str, tokens: int = TOKENS) -> None:
+    def __init__(self, folder: str, tokens: int = TOKENS, tuning: Budget | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.ledger, self.tokens, self.folder = Ledger(), tokens, folder
+        self.ledger, self.tokens, self.folder = Ledger(tuning=tuning), tokens, folder
         self.executions: list[CuteExecution] = []
         self.resident: list[dict[str, torch.Tensor]] = []
 
@@ -63,7 +65,11 @@ class Engine:
         resident = execution.prepare(layer)
         self.resident.append(resident)
         scratch = self.ledger.scratch(self.device)
-        self.ledger.try_with(self.plan, lambda: execution.try_out(resident, None, scratch))
+        call, timer = (
+            partial(execution.try_out, resident, None, scratch),
+            partial(execution.timer, resident, None),
+        )
+        self.ledger.try_with(self.plan, call, timer)
         self.ledger.done(name, layer, execution, resident, self.device)
 
     def __call__(self, index: int, x, weights, ids) -> torch.Tensor:
