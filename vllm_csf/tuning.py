@@ -85,8 +85,9 @@ def parse_budget(value: Any) -> Budget | None:
 
 
 def _positive(value: dict[str, Any], name: str, kinds: tuple[type, ...], expected: str) -> Any:
-    found: Any = value.get(name, getattr(Budget(), name))
-    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < float("inf"):
+    found = value.get(name, getattr(Budget(), name))
+    fits = not isinstance(found, bool) and isinstance(found, kinds)
+    if not fits or not 0 < found < float("inf"):
         raise ValueError(f"quantization_config.{FIELD}.{name} is {found!r}, expected {expected}")
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -36,8 +37,7 @@ def compile_object(program: Program) -> bytes:
 
 def _export_unload(module: Any) -> None:
     """Makes the destructor a symbol of the object. Raises LookupError where the compiler made none."""
-    from cutlass._mlir import ir
-
+    ir: Any = importlib.import_module("cutlass._mlir.ir")
     found = []
 
     def look(operation: Any) -> Any:

@@ -18,11 +18,13 @@ pytest.importorskip("cutlass")
 from vllm_csf.kernels.activation import SILU
 from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.cache import ProgramCache
+from vllm_csf.kernels.compiled.program import CompileError
 from vllm_csf.loaders.checkpoint import open_checkpoint
 
 from vllm_csf.cli import main, parser
 from vllm_csf.cli.precompile import plans_of
 from vllm_csf.planning import LayerFacts, Limits, geometry_of, make_plan
+from vllm_csf.tuning import candidate_programs
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 8, 128, 192, 3
 
@@ -96,6 +98,31 @@ def test_a_full_cache_leaves_nothing_to_do(folder, tmp_path, monkeypatch, capsys
     out = capsys.readouterr().out
     assert "plan 1 of 8 experts of 8, H 128, I 192, top 3, up to 1 tokens, on sm_90a" in out
     assert out.endswith(f"0 programs compiled in 0.0 s, 4 were there, in {tmp_path}\n")
+
+
+def test_candidates_are_compiled_where_they_are_asked_for(folder, tmp_path, monkeypatch, capsys):
+    """For both types of routing ids; one that does not compile is done without."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "kernels"))
+    from tiny_program import tiny
+    from vllm_csf.kernels.compiled.objects import compile_object
+
+    data, kept = compile_object(tiny(1)), ProgramCache(tmp_path)
+    (plan,) = plans(folder, "--max-num-batched-tokens", "1")
+    own = [*plan.preparation, *plan.programs()]
+    others = candidate_programs(plan, (False, True))
+    assert len(others) >= 4
+    assert not set(own) & set(others)
+    for program in (*own, *others[1:]):
+        kept.store(program, data)
+
+    def refuse(program):
+        raise CompileError(f"{program.name}: no")
+
+    monkeypatch.setattr(build, "compile_object", refuse)
+    flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet", "--tuning"]
+    assert main(["precompile", str(folder), *flags]) == 0
+    there = len(own) + len(others) - 1
+    assert capsys.readouterr().out == f"0 programs compiled in 0.0 s, {there} were there, in {tmp_path}\n"
 
 
 @pytest.mark.slow

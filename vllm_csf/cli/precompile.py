@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topk", type=positive, metavar="K", help="experts a token, if not in config.json")
     parser.add_argument("--cache-dir", help="as csf_cache_dir of the server (default: the user's cache)")
     parser.add_argument("--workers", type=positive, default=8, metavar="N", help="at most (default: 8)")
+    parser.add_argument("--tuning", action="store_true", help="what a tuned start tries besides, too")
     parser.add_argument("--quiet", action="store_true", help="do not print the plans")
 
 
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..kernels.compiled.cache import ProgramCache
     from ..kernels.compiled.program import CompileError
     from ..loaders.checkpoint import open_checkpoint
+    from ..tuning import candidate_programs
 
     with open_checkpoint(arguments.checkpoint) as checkpoint:
         plans = plans_of(checkpoint, arguments)
@@ -61,6 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vllm-csf precompile: {error}", file=sys.stderr)
         return 1
     account = wanted.account
+    if arguments.tuning:
+        others = (p for plan in plans for p in candidate_programs(plan, wide_ids=(False, True)))
+        tried = Build(others, cache, workers=arguments.workers, optional=True)
+        tried.finish()
+        account.add(tried.account)
     print(
         f"{account.compiled} programs compiled in {account.compile_seconds:.1f} s, "
         f"{account.from_cache} were there, in {cache.folder}"
