@@ -4,16 +4,13 @@
              its mask, its further exceptions and how many words and slots it takes (`sizes`)
     records  writes what is sparse, once the sizes are summed up: exception records and dense tiles
 
-One CTA takes a row block of an expert, one warp a slice of 16 tiles at a time. A lane holds the scales of
-four tiles, four columns each, as one word for each of its four rows (fragment, half); all arithmetic on them
-is done on four bytes at once. Only where a slice has exceptions are they sorted by the lane that will use
-them, lane 4 row + column. All sizes are run-time values: a device needs two programs for compressed scales,
-and two for native ones. `packer` is the host's side.
+One CTA takes a row block of an expert, one warp a slice of 16 tiles at a time. Arithmetic on scales is done
+on four bytes at once (`pack_step`); only where a slice has exceptions are they sorted by the lane that will
+use them, lane 4 row + column. All sizes are run-time values: a device needs two programs for compressed
+scales, and two for native ones. `packer` is the host's side.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,125 +18,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from . import layout, ptx
-from .packer import SLOT_SHIFT, STEPS, TILES
+from .pack_step import LOADS, LOW, ONES, PLACES, PackConfig, Step, geometry_of, transposed
+from .packer import SLOT_SHIFT, TILES
 
 WARPS = 4
 THREADS = 32 * WARPS
 ROWS_AT_ONCE = 4  # whose bytes a warp counts at a time
 BINS = 132  # of bytes 0 .. 127, then one for all others; a multiple of 4
 ROW_WORDS = layout.TILE_K // layout.GROUP // 4  # 32-bit words of scales that a row has in a tile
-LOADS = 4  # tiles of a slice that a lane takes
-PLACES = 4  # fragment, half: rows of a lane
-LOW, ONES = 0x0F0F0F0F, 0x01010101
 LANE_LIMIT = 1 + layout.MAX_DEPTH
 SLICE_LIMIT = layout.SLICE_TILES * layout.TILE_SCALES // layout.DENSE_SHARE
 
 
-@dataclass(frozen=True)
-class PackConfig:
-    step: str
-    native: bool = False
-
-    def __post_init__(self) -> None:
-        if self.step not in STEPS:
-            raise ValueError(f"step is {self.step!r}; expected one of {', '.join(STEPS)}")
-
-    @property
-    def tile_bytes(self) -> int:
-        return layout.WEIGHT_BYTES + layout.CODE_BYTES * (2 if self.native else 1)
-
-
-class _Step:
-    """What both programs share. `geometry`: rows and tiles along K of a matrix, and how far apart, in source
-    rows, row blocks, fragments and halves lie."""
-
-    def __init__(self, config: PackConfig):
-        self.c = config
-
-    @cute.jit
-    def first_row(self, geometry: tuple, r: Int32):
-        """Source row, counted over all experts, of fragment 0, half 0 and row `r` of this CTA's block."""
-        rows, _, block_rows, _, _ = geometry
-        block, expert, _ = cute.arch.block_idx()
-        return Int64(expert) * rows + Int64(block * block_rows + r)
-
-    @cute.jit
-    def block_number(self):
-        """Of this CTA's row block, over all experts."""
-        block, expert, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        return Int64(expert) * blocks + Int64(block)
-
-    @cute.jit
-    def load(
-        self, words: cute.Tensor, rows: cute.Tensor, scale: Int64, geometry: tuple, slice_: Int32, lane: Int32
-    ):
-        """words [LOADS, PLACES]: the lane's scales, and in place of tiles that the slice lacks its bases, of
-        which codes are made without exceptions."""
-        _, k_tiles, _, fragment_rows, half_rows = geometry
-        top = self.first_row(geometry, lane // 4)
-        for j in cutlass.range_constexpr(PLACES):
-            row = top + Int64(j // 2 * fragment_rows + j % 2 * half_rows)
-            for i in cutlass.range_constexpr(LOADS):
-                tile = slice_ * layout.SLICE_TILES + 4 * i + lane % 4
-                there = cutlass.min(tile, k_tiles - 1)  # no branch around a load
-                words[i, j] = ptx.ldg32(scale + (row * k_tiles + Int64(there)) * 4)
-                if tile >= k_tiles:
-                    words[i, j] = rows[j]
-
-    @cute.jit
-    def code(self, word: Uint32, base: Uint32):
-        """Codes of four scales (native: the bytes), 0 for exceptions, and 1 in the bytes of these.
-
-        base: of the row, in all four bytes.
-        """
-        sign = Uint32(0x80808080)
-        if cutlass.const_expr(self.c.native):
-            low = word & Uint32(0x7F7F7F7F)
-            above = (low + Uint32((127 - layout.HIGHEST_CODED) * ONES)) | word
-            below = (low + Uint32((128 - layout.LOWEST_CODED) * ONES)) ^ sign
-            odd = ((above | below) >> Uint32(7)) & Uint32(ONES)
-            return word & ((odd * Uint32(255)) ^ Uint32(0xFFFFFFFF)), odd
-        # Bytewise word - base: no byte of a base has its upper bit.
-        code = ((word | sign) - base) ^ ((word & sign) ^ sign)
-        beyond = (code >> Uint32(4)) & Uint32(LOW)
-        if base == 0:
-            beyond = beyond | (code & Uint32(LOW))  # in a row of zeros only they have a code
-        odd = ((beyond + Uint32(LOW)) >> Uint32(4)) & Uint32(ONES)
-        return code & Uint32(LOW) & ((odd * Uint32(15)) ^ Uint32(0xFFFFFFFF)), odd
-
-    @cute.jit
-    def exceptions(self, words: cute.Tensor, rows: cute.Tensor, lane: Int32):
-        """Of the lane 4 row + column: one bit for each exception in the slice, in the order of their places
-        (tile, fragment, half): two words."""
-        packed = cute.make_rmem_tensor(2, Uint32)
-        found = cute.make_rmem_tensor(2, Uint32)
-        for half in cutlass.range_constexpr(2):
-            packed[half] = Uint32(0)
-            found[half] = Uint32(0)
-            for i in cutlass.range_constexpr(2):
-                for j in cutlass.range_constexpr(PLACES):
-                    _, odd = self.code(words[2 * half + i, j], rows[j])
-                    packed[half] = packed[half] | (odd << Uint32(4 * i + j))
-        if cute.arch.vote_ballot_sync((packed[0] | packed[1]) != 0) != 0:
-            # Byte c of a lane's words is column c, which belongs to the lane c of its four.
-            for x in cutlass.range_constexpr(4):
-                for half in cutlass.range_constexpr(2):
-                    other = Uint32(cute.arch.shuffle_sync(packed[half], (lane // 4) * 4 + x))
-                    mine = (other >> Uint32(lane % 4 * 8)) & Uint32(255)
-                    places = ((mine & Uint32(15)) | ((mine >> Uint32(4)) << Uint32(16))) << Uint32(4 * x)
-                    found[half] = found[half] | places
-        return found[0], found[1]
-
-    @cute.jit
-    def joined(self, codes: cute.Tensor):
-        """Of codes [PLACES] the four 16-bit words of four lanes: two words."""
-        first = codes[0] | (codes[2] << Uint32(4))
-        second = codes[1] | (codes[3] << Uint32(4))
-        return ptx.prmt(first, second, Uint32(0x5140)), ptx.prmt(first, second, Uint32(0x7362))
-
-
-class TilesStep(_Step):
+class TilesStep(Step):
     """Host function; compile `__call__` with `cute.compile`."""
 
     @cute.jit
@@ -158,7 +49,7 @@ class TilesStep(_Step):
         stream: cuda.CUstream,
     ):
         """sizes: int32 [E * RB * S]; all `Int64` are device addresses."""
-        geometry = _geometry(rows, k_tiles, gated)
+        geometry = geometry_of(rows, k_tiles, gated)
         grid = [rows // layout.TILE_ROWS, experts, 1]
         self.scales(scale, tiles, bases, slices, sizes.iterator.toint(), geometry).launch(
             grid=grid, block=[THREADS, 1, 1], stream=stream
@@ -328,12 +219,12 @@ class TilesStep(_Step):
                 tile = slice_ * layout.SLICE_TILES + inside
                 address = out + Int64(tile * self.c.tile_bytes)
                 if cutlass.const_expr(self.c.native):
-                    ptx.stg128(address + Int64(lane // 4 * 16), *_transposed(codes))
+                    ptx.stg128(address + Int64(lane // 4 * 16), *transposed(codes))
                 else:
                     ptx.stg64(address + Int64(lane // 4 * 8), *self.joined(codes))
 
 
-class RecordsStep(_Step):
+class RecordsStep(Step):
     """Host function; compile `__call__` with `cute.compile`."""
 
     @cute.jit
@@ -353,7 +244,7 @@ class RecordsStep(_Step):
         stream: cuda.CUstream,
     ):
         """As the fields of a `PreparedMatrix`, the second words of `slices` complete."""
-        geometry = _geometry(rows, k_tiles, gated)
+        geometry = geometry_of(rows, k_tiles, gated)
         self.kernel(
             scale, bases, slices, sizes.iterator.toint(), starts, records, dense, geometry
         ).launch(
@@ -451,19 +342,6 @@ class RecordsStep(_Step):
 
 
 @cute.jit
-def _geometry(rows: Int32, k_tiles: Int32, gated: Int32):
-    """See `_Step`."""
-    block_rows = Int32(layout.TILE_ROWS)
-    fragment_rows = Int32(16)
-    half_rows = Int32(8)
-    if gated != 0:
-        block_rows = Int32(16)
-        fragment_rows = Int32(8)
-        half_rows = rows // 2
-    return rows, k_tiles, block_rows, fragment_rows, half_rows
-
-
-@cute.jit
 def _fragment_word(upper: Uint32, lower: Uint32, byte: cutlass.Constexpr):
     """A packed word, see `layout._NIBBLE_BITS`: bytes `byte` and `byte + 1` of the rows of two halves."""
     first, third = _spread(upper, byte), _spread(upper, byte + 1)
@@ -483,19 +361,6 @@ def _spread(word: Uint32, byte: cutlass.Constexpr):
     """One byte: its low nibble in bits 0 to 3, its high one in bits 16 to 19."""
     twice = ptx.prmt(word, Uint32(0), Uint32(0x4040 | byte << 8 | byte))
     return ptx.and_or(twice >> Uint32(4), Uint32(0x000F0000), twice & Uint32(15))
-
-
-@cute.jit
-def _transposed(codes: cute.Tensor):
-    """Of native bytes [PLACES] of four columns: a word for each column, by half, then fragment."""
-    first = ptx.prmt(codes[0], codes[2], Uint32(0x5140)), ptx.prmt(codes[1], codes[3], Uint32(0x5140))
-    second = ptx.prmt(codes[0], codes[2], Uint32(0x7362)), ptx.prmt(codes[1], codes[3], Uint32(0x7362))
-    return (
-        ptx.prmt(*first, Uint32(0x5410)),
-        ptx.prmt(*first, Uint32(0x7632)),
-        ptx.prmt(*second, Uint32(0x5410)),
-        ptx.prmt(*second, Uint32(0x7632)),
-    )
 
 
 def compile_pack(config: PackConfig, arch: str, options: str = "--enable-tvm-ffi"):

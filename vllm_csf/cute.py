@@ -14,6 +14,7 @@ from .kernels.activation import Activation
 from .kernels.compiled.build import ProgramSet
 from .kernels.moe import experts as moe
 from .kernels.moe import programs
+from .kernels.packer import Packer
 from .layer_timer import Inputs, LayerTimer
 from .planning import LayerFacts, Limits, Plan, flag_words, geometry_of, make_plan
 from .startup import Served
@@ -75,10 +76,14 @@ class CuteExecution:
         resident["flags"] = new_flags(layer.w2.device)
         return resident
 
+    def packer(self, device: torch.device) -> Packer | None:
+        """That of the plan on a GPU; elsewhere, and without a plan, torch packs."""
+        return self._served.packer() if self._served is not None and device.type == "cuda" else None
+
     def _pack(
         self, half: str, weight: torch.Tensor, planes: reference.ScalePlanes, halves: int
     ) -> dict[str, torch.Tensor]:
-        packer = self._served.packer() if self._served is not None and weight.is_cuda else None
+        packer = self.packer(weight.device)
         groups = _decoded(
             weight, planes, halves, _experts_at_once(weight, planes, halves, packer is not None)
         )
