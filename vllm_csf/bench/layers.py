@@ -25,7 +25,7 @@ class Stack:
     alpha2: torch.Tensor
 
     def prepare(self, native: bool, packer: Packer | None = None) -> moe.PreparedExperts:
-        """The layer as the kernels take it, with compressed or native scales; torch packs without a packer."""
+        """The layer as the kernels take it, with compressed or native scales, packed by torch or `packer`."""
         sources = self.w13, self.scale13, self.w2, self.scale2, self.alpha13, self.alpha2
         return moe.prepare(*sources, native=native, packer=packer)
 
