@@ -28,9 +28,10 @@ endif
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Everything that needs no GPU and no quarter of an hour; on a machine with a GPU its tests too.
+# Everything that needs no GPU and no quarter of an hour; on a machine with a GPU its tests too. Files are
+# taken in the order of tests/conftest.py: xdist's own puts the servers, few tests and long ones, last.
 test: setup
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --durations=25
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 # With the slow ones: every kernel compiled for every target.
 test-all: setup

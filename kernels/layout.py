@@ -342,6 +342,15 @@ def _split_codes(words: torch.Tensor) -> torch.Tensor:
     return torch.stack(halves, dim=-3).to(torch.uint8)
 
 
+def check_sources(weight: torch.Tensor, scale: torch.Tensor, shape: Shape) -> None:
+    """Raises ValueError where they are not what `pack` takes."""
+    expected = ((shape.experts, shape.rows, shape.k // 2), (shape.experts, shape.rows, shape.k // GROUP))
+    if (tuple(weight.shape), tuple(scale.shape)) != expected:
+        raise ValueError(
+            f"weight and scale have shapes {tuple(weight.shape)}, {tuple(scale.shape)}; expected {expected}"
+        )
+
+
 def pack(
     weight: torch.Tensor, scale: torch.Tensor, shape: Shape, bases: torch.Tensor | None = None
 ) -> PreparedMatrix:
@@ -350,11 +359,7 @@ def pack(
     `bases` (uint8 [E, R]) saves the search where a good base is known; any value is allowed.
     """
     s = shape
-    expected = ((s.experts, s.rows, s.k // 2), (s.experts, s.rows, s.k // GROUP))
-    if (tuple(weight.shape), tuple(scale.shape)) != expected:
-        raise ValueError(
-            f"weight and scale have shapes {tuple(weight.shape)}, {tuple(scale.shape)}; expected {expected}"
-        )
+    check_sources(weight, scale, s)
     if bases is None:
         bases = choose_bases(scale)
     tiled = _tile_order(scale, s).contiguous()
@@ -452,14 +457,28 @@ def unpack(m: PreparedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
 def concatenate(parts: list[PreparedMatrix]) -> PreparedMatrix:
     """One stack of the experts of several, in order."""
     shape = replace(parts[0].shape, experts=sum(p.shape.experts for p in parts))
+    tiles, bases, slices = (
+        torch.cat([getattr(p, name) for p in parts]) for name in ("tiles", "bases", "slices")
+    )
+    return join(parts, shape, tiles, bases, slices)
+
+
+def join(
+    parts: list[PreparedMatrix],
+    shape: Shape,
+    tiles: torch.Tensor,
+    bases: torch.Tensor,
+    slices: torch.Tensor,
+) -> PreparedMatrix:
+    """As `concatenate`, where the tensors of one size an expert lie together already."""
     records = [p.records.view(torch.int16) for p in parts]
     counts = torch.tensor([[len(r), len(p.dense)] for r, p in zip(records, parts, strict=True)])
     before = (counts.cumsum(0) - counts).to(parts[0].starts.device)
     return PreparedMatrix(
         shape=shape,
-        tiles=torch.cat([p.tiles for p in parts]),
-        bases=torch.cat([p.bases for p in parts]),
-        slices=torch.cat([p.slices for p in parts]),
+        tiles=tiles,
+        bases=bases,
+        slices=slices,
         starts=torch.cat([p.starts + b for p, b in zip(parts, before, strict=True)]),
         records=torch.cat(records).view(torch.uint16),
         dense=torch.cat([p.dense for p in parts]),

@@ -190,12 +190,18 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index.name}: weight_map is {type(weight_map).__name__}, expected an object")
     for shard in set(map(str, weight_map.values())):
-        path = PurePosixPath(shard)
-        if path.is_absolute() or ".." in path.parts or "\\" in shard or path.suffix != ".safetensors":
+        if not is_shard_path(shard):
             raise CheckpointError(
                 f"{index.name}: shard {shard!r}, expected a .safetensors file in this folder or below"
             )
     return weight_map
+
+
+def is_shard_path(shard: str) -> bool:
+    """Whether a name in an index is that of a shard in the index's folder or below."""
+    path = PurePosixPath(shard)
+    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in shard
+    return inside and shard.isprintable() and path.suffix == ".safetensors"
 
 
 def _find_shards(root: Path) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, reason
 from .files import read_object
 from .shard_writer import write_whole
 
@@ -73,7 +73,7 @@ def read_shard_record(root: Path, shard: str) -> ShardRecord | None:
         record = ShardRecord(**(value | {"source": (size, time)}))
         _check_shard_record(record, shard)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: malformed record of a shard: {error}") from error
+        raise CheckpointError(f"{path}: malformed record of a shard: {reason(error)}") from error
     return record
 
 
@@ -128,7 +128,7 @@ def read_record(root: Path) -> Record:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: malformed record of a conversion: {error}") from error
+        raise CheckpointError(f"{path}: malformed record of a conversion: {reason(error)}") from error
     return record
 
 

@@ -36,6 +36,7 @@ from .shard_writer import Entry
 
 BATCH_BYTES = 64 << 20  # of scale bytes that are encoded together
 BOOKKEEPING = (".git", ".cache")  # folders that are no part of a checkpoint
+LEFT_OVER = shard_writer.PARTIAL  # nor are files that a killed conversion or restoration left
 Progress = Callable[[int], None]
 
 
@@ -115,10 +116,15 @@ def _plan(checkpoint: Checkpoint) -> _Plan:
     root = checkpoint.root
     _check_source(checkpoint)
     shards = [path.relative_to(root).as_posix() for path in checkpoint.shards()]
+    keys = {conversion.shard_key(shard): shard for shard in shards}
+    for shard in shards:
+        if (other := keys[conversion.shard_key(shard)]) != shard:
+            raise CheckpointError(f"shard {shard}: its record would have the name of that of {other}")
     files = _source_files(root)
     if lost := sorted(set(shards) - set(files)):
         raise CheckpointError(f"shard {lost[0]}: is not among the files of {root}")
     others = [name for name in files if name not in shards]
+    _index_metadata(root)
     # Without an index every shard counts; with one, only those that it names.
     strays = [name for name in others if name.endswith(".safetensors")]
     if strays and not any(_is_index(name) for name in others):
@@ -152,7 +158,7 @@ def _check_source(checkpoint: Checkpoint) -> None:
 
 
 def _source_files(root: Path) -> list[str]:
-    """Every file below a folder, links followed; without what git and download tools keep for themselves."""
+    """Every file below a folder, links followed; without what git, downloads and we keep for ourselves."""
     found: list[str] = []
     for folder, below, files in os.walk(root, onerror=_unreadable, followlinks=True):
         here = Path(folder)
@@ -160,6 +166,8 @@ def _source_files(root: Path) -> list[str]:
             raise CheckpointError(f"{here}: a link to a folder around it")
         below[:] = sorted(name for name in below if name not in BOOKKEEPING)
         for name in files:
+            if name.endswith(LEFT_OVER):
+                continue
             if not (here / name).is_file():
                 raise CheckpointError(f"{here / name}: a broken link or no ordinary file")
             found.append((here / name).relative_to(root).as_posix())
@@ -398,12 +406,17 @@ def _finish(checkpoint: Checkpoint, plan: _Plan, target: Path, tool: str) -> Non
         files.append(SourceFile(name, (source / name).stat().st_size, digest))
     conversion.write_record(target, tool, files, plan.shards, plan.rewritten)
     _write_json(target / CONFIG_FILE, plan.config)
-    metadata: dict[str, Any] = {}
-    if (source / INDEX).exists():
-        metadata = read_object(source / INDEX).get("metadata") or {}
-    index = {"metadata": metadata | {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    metadata = _index_metadata(source) | {"total_size": size}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(target / INDEX, index)
     (conversion.folder_of(target) / conversion.INCOMPLETE).unlink(missing_ok=True)
+
+
+def _index_metadata(source: Path) -> dict[str, Any]:
+    found = read_object(source / INDEX).get("metadata") if (source / INDEX).exists() else None
+    if not isinstance(found, dict | None):
+        raise CheckpointError(f"{INDEX}: metadata is a {type(found).__name__}, expected an object")
+    return found or {}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from . import codec, example_config
-from .errors import CheckpointError
+from .errors import CheckpointError, reason
 from .quantize import Quantized, global_scale, quantize
 
 FAMILIES = ("qwen3-moe", "glm4-moe")
 LAYOUTS = ("modelopt", "compressed-tensors", "csf", "container", "dequantized")
 SHARDS = 2
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MAX_HEAD_DIM = 512
 DEGREES_OF_FREEDOM = 4.0  # of Student's t: tails that make exceptions
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +37,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """hidden and width: multiples of 32; vocabulary: at least the special tokens and all bytes."""
+    """hidden and width: multiples of 32; vocabulary: at least the special tokens and all bytes; head_dim: a
+    multiple of 8, as vLLM's attention wants it."""
 
     layers: int = 2
     hidden: int = 128
@@ -56,6 +59,9 @@ class Sizes:
         for name in ("hidden", "width"):
             if (value := getattr(self, name)) < 32 or value % 32:
                 raise ValueError(f"{name} is {value}, expected a multiple of 32")
+        # Rotary embedding turns pairs, in half of the head for GLM; FlashAttention reads eight at a time.
+        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {self.head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}")
         least = len(example_config.SPECIALS) + 256
         if self.vocabulary < least:
             raise ValueError(f"vocabulary is {self.vocabulary}, expected at least {least}")
@@ -88,6 +94,8 @@ def make_example(
         raise ValueError(f"sizes {sorted(unknown)} are unknown, expected {sorted(asdict(Sizes()))}")
     if layout == "container" and not weights:
         raise ValueError("layout is 'container' and weights False; without weights it holds nothing")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: is a file, expected a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty, expected a new folder")
     size = Sizes(**sizes)
@@ -294,5 +302,8 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """With the permissions of other new files: the library's own are for this user alone."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written: {reason(error)}") from error
     path.chmod(mode)

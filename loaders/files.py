@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError, FormatError
+from .errors import CheckpointError, FormatError, reason
 
 # Bits of the element types; the safetensors format knows no others.
 _BITS = {
@@ -48,6 +49,7 @@ _BITS = {
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_HEADER = 1 << 28
+_MAX_NUMBERS = 66  # of a tensor: torch knows 64 dimensions
 _OPEN_SHARDS = 4
 # A shard is mapped anew after so many bytes, so that pages read long ago stop counting as ours.
 _REMAP_BYTES = 1 << 30
@@ -91,7 +93,10 @@ def read_header(shard: Path, label: str | None = None) -> dict[str, TensorInfo]:
     """
     label = label or str(shard)
     try:
-        size = shard.stat().st_size
+        status = shard.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"shard {label}: no ordinary file")
+        size = status.st_size
         with shard.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
@@ -101,11 +106,11 @@ def read_header(shard: Path, label: str | None = None) -> dict[str, TensorInfo]:
     except FileNotFoundError:
         raise CheckpointError(f"shard {label}: missing") from None
     except OSError as error:
-        raise CheckpointError(f"shard {label}: cannot be read: {error}") from error
+        raise CheckpointError(f"shard {label}: cannot be read: {reason(error)}") from error
     try:
         header = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"shard {label}: header is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"shard {label}: header cannot be read: {reason(error)}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"shard {label}: header is a {type(header).__name__}, expected an object")
     return _tensors(header, shard, 8 + length, size, label)
@@ -113,33 +118,44 @@ def read_header(shard: Path, label: str | None = None) -> dict[str, TensorInfo]:
 
 def _tensors(header: dict, shard: Path, data: int, size: int, label: str) -> dict[str, TensorInfo]:
     tensors = {}
-    last, total = data, 0
+    last = data
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if not name.isprintable():  # it would spoil a terminal, or be no text at all
+            raise CheckpointError(f"shard {label}: tensor {name!r:.200}, expected printable characters")
         try:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
-            info = TensorInfo(dtype, shape, shard, data + begin, data + end)
-            expected = info.numel * _BITS[dtype] // 8
+            # Whole numbers by their type: 2.0 and true are equal to some.
+            numbers = (begin, end, *shape)
+            if len(numbers) > _MAX_NUMBERS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+                raise ValueError
+            bits = _BITS[dtype]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"shard {label}: {name}: malformed header entry {entry!r}") from error
-        if begin < 0 or info.nbytes != expected:
+            raise CheckpointError(f"shard {label}: {name}: malformed header entry {entry!r:.200}") from error
+        info = TensorInfo(dtype, shape, shard, data + begin, data + end)
+        expected = info.numel * bits // 8
+        if info.nbytes != expected:
             found = f"{name}: bytes [{begin}, {end})"
             raise CheckpointError(f"shard {label}: {found}, expected {expected} for {dtype} {list(shape)}")
         last = max(last, info.end)
-        total += expected
         tensors[name] = info
     if last != size:
         why = "truncated" if size < last else "trailing bytes"
         raise CheckpointError(f"shard {label}: {size} bytes, expected {last}: {why}")
-    # Also how a name that stands twice in the header shows: JSON keeps one of the two.
-    if total != size - data:
-        raise CheckpointError(
-            f"shard {label}: tensors of {total} bytes in {size - data} bytes of data, "
-            "expected neither overlaps nor holes"
-        )
+    _check_gapless(tensors, data, label)
     return tensors
+
+
+def _check_gapless(tensors: Mapping[str, TensorInfo], data: int, label: str) -> None:
+    """Also how a name that stands twice in the header shows: JSON keeps one of the two."""
+    at = data
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if info.begin != at:
+            found = f"{name}: begins at byte {info.begin - data}"
+            raise CheckpointError(f"shard {label}: {found}, expected {at - data}: neither overlaps nor holes")
+        at = info.end
 
 
 def read_json(path: Path) -> Any:
@@ -148,8 +164,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -199,7 +215,7 @@ class TensorReader:
                 else:
                     found = shard.file.get_tensor(name)
             except (SafetensorError, OSError, RuntimeError) as error:
-                raise CheckpointError(f"{name}: cannot be read from {info.shard}: {error}") from error
+                raise CheckpointError(f"{name}: cannot be read from {info.shard}: {reason(error)}") from error
             # A view would keep the file mapped, at whatever alignment the file has.
             found = _copy(found)
             self.bytes_read += found.nbytes
@@ -236,7 +252,7 @@ class _Shard:
         try:
             self.file: Any = safe_open(str(path), framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"shard {path}: cannot be opened: {error}") from error
+            raise CheckpointError(f"shard {path}: cannot be opened: {reason(error)}") from error
         self.bytes_read = 0
 
 

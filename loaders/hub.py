@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .errors import CheckpointError
+from .errors import CheckpointError, reason
 
 # Weights in other formats, which no one here reads.
 _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.msgpack", "*.h5", "*.onnx", "original/*"]
@@ -46,9 +46,9 @@ def _snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -64,13 +64,16 @@ def _snapshot(
             ignore_patterns=_NOT_NEEDED,
         )
     except LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{at}: no such folder, and not in the Hugging Face cache: {error}") from error
+        # Whatever kept the hub from answering, a text of the network would hide that the folder is missing.
+        asked = not offline and not isinstance(error.__cause__, OfflineModeIsEnabled)
+        why = "the hub cannot be asked" if asked else "offline"
+        raise CheckpointError(f"{at}: no such folder, and not in the Hugging Face cache ({why})") from error
     except GatedRepoError as error:
-        raise CheckpointError(f"{at}: access needs a token that was granted it: {error}") from error
+        raise CheckpointError(f"{at}: access needs a token that was granted it") from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{at}: no such revision: {error}") from error
+        raise CheckpointError(f"{at}: no such revision") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise CheckpointError(f"{at}: no such folder, and no such repository: {error}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{at}: cannot be downloaded: {error}") from error
+        raise CheckpointError(f"{at}: no such folder, and no such repository, or no access to it") from error
+    except Exception as error:  # of whatever library this version of huggingface_hub asks the network with
+        raise CheckpointError(f"{at}: cannot be downloaded: {reason(error)}") from error
     return Path(found)

@@ -249,6 +249,8 @@ def _split(
     weight = part[names.WEIGHT]
     info = tensors[weight]
     fused = expert is None
+    if 0 in info.shape:
+        raise FormatError(f"{weight}: shape {list(info.shape)}, expected no empty tensor")
     if info.dtype not in _PACKED_DTYPES or len(info.shape) != (3 if fused else 2):
         wanted = "3 dimensions [experts, rows, inputs / 2]" if fused else "2 dimensions [rows, inputs / 2]"
         raise FormatError(f"{weight}: {info.dtype} {list(info.shape)}, expected U8 in {wanted}")
@@ -389,4 +391,7 @@ def _check_promises(layers: Iterable[StoredLayer], recipe: Recipe) -> None:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts layers.10 after layers.9."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [
+        (0, int(part), "") if part.isdecimal() and len(part) < 20 else (1, 0, part)
+        for part in name.split(".")
+    ]

@@ -53,7 +53,7 @@ _STREAMS = {
 }
 
 _NAME = re.compile(
-    r"(?P<module>(?:.+\.)?experts)\.(?:(?P<expert>\d+)\.)?"
+    r"(?P<module>(?:.+\.)?experts)\.(?:(?P<expert>[0-9]{1,9})\.)?"
     # The longer names first: gate_up_proj_weight_scale must not end at gate_up_proj's prefix.
     rf"(?P<projection>{'|'.join(sorted(_PROJECTIONS, key=len, reverse=True))})(?:[._](?P<part>.*))?"
 )

@@ -23,6 +23,7 @@ from .errors import RecipeError
 
 CSF_ENCODING = "csf"
 MIXED_PRECISION = "MIXED_PRECISION"
+REGEX = "re:"
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
 MXFP4_ALGOS = ("MXFP4", "W4A16_MXFP4")
 CONFIG_FILE = "config.json"
@@ -134,7 +135,7 @@ def read_recipe(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
         _parse(part["quantization_config"], where)
         for part, where in (
             (config, f"{CONFIG_FILE}: quantization_config"),
-            (config.get("text_config") or {}, f"{CONFIG_FILE}: text_config.quantization_config"),
+            (text_config(config), f"{CONFIG_FILE}: text_config.quantization_config"),
         )
         if part.get("quantization_config")
     ]
@@ -147,6 +148,11 @@ def read_recipe(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
     if second is None:
         return first
     return Recipe(**{**_fields(first), "other": second})
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model of one that sees or hears; else {}."""
+    return _mapping(config.get("text_config") or {}, f"{CONFIG_FILE}: text_config")
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
@@ -224,7 +230,9 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> Recipe:
     for name, raw in groups.items():
         group = _mapping(raw, f"{where}.config_groups.{name}")
         recipe = _group_recipe(group, f"{where}.config_groups.{name}")
-        targets += [(str(target), recipe) for target in group.get("targets") or ()]
+        targets += [
+            (target, recipe) for target in _strings(group, f"{where}.config_groups.{name}", "targets")
+        ]
     # A pattern or a name is more specific than a class.
     targets.sort(key=lambda target: _is_class(target[0]))
     return Recipe(
@@ -267,8 +275,18 @@ def _strings(config: Mapping[str, Any], where: str, *keys: str) -> tuple[str, ..
         value = config.get(key) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise RecipeError(f"{where}.{key}: {value!r}, expected a list of strings")
+        for item in value:
+            _check_pattern(item, f"{where}.{key}")
         out += value
     return tuple(dict.fromkeys(out))
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    if pattern.startswith(REGEX):
+        try:
+            re.compile(pattern.removeprefix(REGEX))
+        except re.error as error:
+            raise RecipeError(f"{where}: {pattern!r} is no regular expression: {error}") from error
 
 
 # ---- patterns ------------------------------------------------------------------------------------
@@ -287,8 +305,8 @@ def _spellings(module: str) -> list[str]:
 def _matches(pattern: str, module: str) -> bool:
     """An ignore entry: `re:` (from the start of the name), wildcard, or the name of a module or a parent."""
     for name in _spellings(module):
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], name):
+        if pattern.startswith(REGEX):
+            if re.match(pattern.removeprefix(REGEX), name):
                 return True
         elif name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern):
             return True
@@ -303,7 +321,7 @@ def related(key: str, module: str) -> bool:
 
 
 def _is_class(target: str) -> bool:
-    return not target.startswith("re:") and "." not in target
+    return not target.startswith(REGEX) and "." not in target
 
 
 def _targets(pattern: str, module: str) -> bool:

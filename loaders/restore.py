@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +34,11 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
     record = conversion.read_record(converted)
     if converted == target or converted in target.parents or target in converted.parents:
         raise CheckpointError(f"{target}: is, holds or lies in {converted}, expected a folder of its own")
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target}: is not empty, expected a new folder")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file, expected a new folder")
     target.mkdir(parents=True, exist_ok=True)
-    shard_writer.check_space(target, sum(file.bytes for file in record.files))
-    with open_checkpoint(converted) as checkpoint:
+    with open_checkpoint(converted) as checkpoint, _claimed(target):
+        shard_writer.check_space(target, sum(file.bytes for file in record.files))
         for file in sorted(
             record.files, key=lambda f: (f.path not in record.shards, f.path in record.rewritten)
         ):
@@ -45,6 +48,24 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
                     if progress:
                         progress(len(chunk))
     return len(record.files)
+
+
+@contextmanager
+def _claimed(target: Path) -> Iterator[None]:
+    """Nobody else restores into the folder, which is empty."""
+    held = os.open(target, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{target}: another restoration is at work on it") from None
+        except OSError:
+            pass  # a file system without locks
+        if any(target.iterdir()):
+            raise CheckpointError(f"{target}: is not empty, expected a new folder")
+        yield
+    finally:
+        os.close(held)
 
 
 def checked(checkpoint: Checkpoint, record: Record, file: SourceFile) -> Iterator[bytes]:

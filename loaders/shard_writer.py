@@ -17,6 +17,7 @@ from .errors import CheckpointError
 from .files import TensorInfo, element_bits
 
 BLOCK = 16 << 20
+PARTIAL = ".csf-partial"  # what a file is called before it is whole: no name that a checkpoint has
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def write_shard(path: Path, entries: list[Entry], metadata: dict[str, str] | Non
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name when it is complete and on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     try:
         with full_disk_named(path), partial.open("wb") as file:
             yield file

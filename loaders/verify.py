@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import conversion, names, shard_writer
-from .checkpoint import INDEX, Checkpoint, open_checkpoint
+from .checkpoint import INDEX, Checkpoint, is_shard_path, open_checkpoint
 from .codec import decode
 from .container import TENSORS
 from .dialect import is_divisor, modelopt_names, reciprocal
@@ -83,7 +83,8 @@ def _check_shards(root: Path, report: Report) -> None:
     shards = {path.relative_to(root).as_posix() for path in found}
     try:
         weight_map = read_object(root / INDEX).get("weight_map")
-        shards |= set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+        named = map(str, weight_map.values()) if isinstance(weight_map, dict) else ()
+        shards |= set(filter(is_shard_path, named))
     except CheckpointError:
         pass  # containers have none
     for shard in sorted(shards):

@@ -14,6 +14,7 @@ from .kernels.activation import Activation
 from .kernels.compiled.build import ProgramSet
 from .kernels.moe import experts as moe
 from .kernels.moe import programs
+from .kernels.packer import Packer
 from .layer_timer import Inputs, LayerTimer
 from .planning import LayerFacts, Limits, Plan, flag_words, geometry_of, make_plan
 from .startup import Served
@@ -75,15 +76,18 @@ class CuteExecution:
         resident["flags"] = new_flags(layer.w2.device)
         return resident
 
+    def packer(self, device: torch.device) -> Packer | None:
+        """That of the plan on a GPU; elsewhere, and without a plan, torch packs."""
+        return self._served.packer() if self._served is not None and device.type == "cuda" else None
+
     def _pack(
         self, half: str, weight: torch.Tensor, planes: reference.ScalePlanes, halves: int
     ) -> dict[str, torch.Tensor]:
-        parts = [
-            moe.prepare_matrix(weight[group], scale, gated=halves == 2, native=self._native)
-            for group, scale in _decoded(weight, planes, halves)
-        ]
-        matrix = layout.concatenate(parts)
-        del parts
+        packer = self.packer(weight.device)
+        groups = _decoded(
+            weight, planes, halves, _experts_at_once(weight, planes, halves, packer is not None)
+        )
+        matrix = moe.prepare_groups(weight, groups, halves == 2, self._native, packer)
         self._shapes[half] = matrix.shape
         found = dict(zip(MATRICES, matrix.tensors(), strict=True))
         room = self._room_for(half, found["records"].numel(), found["dense"].shape[0])
@@ -214,12 +218,22 @@ def can_compute(dtype: torch.dtype, activation: Activation, hidden: int) -> bool
     return supported(activation)
 
 
+def _experts_at_once(weight: torch.Tensor, planes: reference.ScalePlanes, halves: int, on_gpu: bool) -> int:
+    """How many experts' temporaries GROUP_BYTES hold while they are packed, by torch or on the GPU."""
+    size = weight[0].numel() * 8
+    if on_gpu:
+        channels = planes.rows if halves == 2 else planes.cols * layout.GROUP
+        size = 0 if planes.native else 4 * halves * planes.rows * planes.cols
+        if channels % layout.TILE_K:
+            size += 2 * weight[0].numel()  # a padded copy of weights and scales
+    return max(1, GROUP_BYTES // size) if size else weight.shape[0]
+
+
 def _decoded(
-    weight: torch.Tensor, planes: reference.ScalePlanes, halves: int
+    weight: torch.Tensor, planes: reference.ScalePlanes, halves: int, group: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Groups of experts with their scale bytes uint8 [experts, halves * rows, cols]."""
     size = planes.rows * planes.cols
-    group = max(1, GROUP_BYTES // (weight[0].numel() * 8))
     for start in range(0, weight.shape[0], group):
         stop = min(start + group, weight.shape[0])
         if planes.native:

@@ -46,7 +46,7 @@ def accept_tuning() -> None:
                 action.type = functools.partial(_parse, action.type)
         return parser
 
-    EngineArgs.add_cli_args = staticmethod(add_cli_args)  # type: ignore[method-assign]
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
 def _parse(stock: Any, text: str) -> Any:

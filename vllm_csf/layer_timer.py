@@ -68,8 +68,8 @@ class LayerTimer:
         if self._program(choice) is None:
             return False
         g, tokens = self._geometry, choice.tokens
-        # x, two results in BF16 and their difference in FP32; scores and choices of the made-up router.
-        inputs = tokens * (18 * g.hidden + 16 * g.global_experts)
+        # x, two results, their difference, all in BF16; scores and choices of the made-up router.
+        inputs = tokens * (10 * g.hidden + 16 * g.global_experts)
         taken = programs.workspace_bytes(g, choice, tokens) + inputs + self._cold.nbytes
         return taken <= self._nbytes
 

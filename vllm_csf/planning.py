@@ -80,7 +80,13 @@ class Plan:
     def scratch_bytes(self) -> int:
         return max(step.scratch_bytes for step in self.steps)
 
+    @property
+    def preparation(self) -> tuple[Program, ...]:
+        """The programs that bring a layer's weights into their resident form."""
+        return programs.preparation(self.geometry.arch, self.geometry.native)
+
     def programs(self) -> Iterator[Program]:
+        """Those that serve calls."""
         for step in self.steps:
             yield from step.programs
 

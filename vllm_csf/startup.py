@@ -11,19 +11,50 @@ import torch
 from .kernels.compiled import build
 from .kernels.compiled.build import Account, Build, ProgramSet
 from .kernels.compiled.cache import ProgramCache
+from .kernels.compiled.program import Program
+from .kernels.packer import Packer
 from .planning import Plan, Step
 from .tuning import MakeTimer, Outcome, Tuner, Tuning
+
+
+class Preparation:
+    """The programs that pack weights, on their way from now on: the first layer needs them first."""
+
+    def __init__(self, programs: tuple[Program, ...], cache: ProgramCache) -> None:
+        self._programs = programs
+        self._build = Build(programs, cache, owner="the preparation of weights")
+        self._build.start()
+        self._loaded: ProgramSet | None = None
+        self._account = Account()
+
+    def settle(self) -> Account:
+        """What was waited for since the last time."""
+        account, self._account = self._account, Account()
+        return account
+
+    def packer(self) -> Packer:
+        """Raises CompileError naming a program that does not compile."""
+        if self._loaded is None:
+            self._loaded = self._build.finish()
+            self._account = self._build.account
+        return Packer({program.config.step: self._loaded[program] for program in self._programs})
 
 
 class Served:
     """A plan and, once it is carried out, its programs. Shared by all layers whose plans are equal. Tuning
     puts another plan in its place, of the same geometry and limits, before the programs are loaded."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, preparation: Preparation | None = None) -> None:
         self.plan = plan
+        self._preparation = preparation
         self._lasts: list[int] = []
         self._functions: list[tuple[Callable, ...]] = []
         self._programs: ProgramSet | None = None  # keeps them loaded
+
+    def packer(self) -> Packer:
+        """For the weights of a layer; see `Preparation`."""
+        assert self._preparation is not None
+        return self._preparation.packer()
 
     @property
     def ready(self) -> bool:
@@ -61,6 +92,7 @@ class Startup:
 
     served: dict[Plan, Served] = field(default_factory=dict)
     _underway: dict[Plan, _Underway] = field(default_factory=dict)
+    _preparations: dict[tuple[Program, ...], Preparation] = field(default_factory=dict)
     _reclaimed: int = 0
     tuned: list[tuple[Plan, Outcome]] = field(default_factory=list)
 
@@ -72,7 +104,7 @@ class Startup:
         if plan not in self.served:
             if not self._underway:
                 self._reclaimed += build.reclaim()  # nothing is captured while a model is built
-            self.served[plan] = served = Served(plan)
+            self.served[plan] = served = Served(plan, self._preparation(plan, cache))
             tuner = Tuner(plan, tuning, cache) if tuning is not None else None
             if tuner is not None and (found := tuner.find()) is not None:
                 served.plan, tuner = tuner.plan(found), None
@@ -83,6 +115,12 @@ class Startup:
                 tuner.begin(wanted)
             self._underway[plan] = _Underway(served, wanted, cache, tuner)
         return self.served[plan]
+
+    def _preparation(self, plan: Plan, cache: ProgramCache) -> Preparation:
+        wanted = plan.preparation
+        if wanted not in self._preparations:
+            self._preparations[wanted] = Preparation(wanted, cache)
+        return self._preparations[wanted]
 
     def try_with(self, plan: Plan, call: Callable[[], None], timer: MakeTimer | None = None) -> None:
         """`call` runs each program of the plan once on a layer. Device code is loaded by a first call, which
@@ -111,6 +149,8 @@ class Startup:
         if not self._underway:
             return None
         total = Account(reclaimed=self._reclaimed)
+        for preparation in self._preparations.values():
+            total.add(preparation.settle())
         for underway in self._underway.values():
             loaded = underway.build.finish()
             total.add(underway.build.account)

@@ -86,7 +86,8 @@ def parse_budget(value: Any) -> Budget | None:
 
 def _positive(value: dict[str, Any], name: str, kinds: tuple[type, ...], expected: str) -> Any:
     found = value.get(name, getattr(Budget(), name))
-    if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < float("inf"):
+    fits = not isinstance(found, bool) and isinstance(found, kinds)
+    if not fits or not 0 < found < float("inf"):
         raise ValueError(f"quantization_config.{FIELD}.{name} is {found!r}, expected {expected}")
     return found
 
@@ -102,7 +103,8 @@ class Tuning:
 @dataclass(frozen=True)
 class Outcome:
     """`choices`: a table to make the plan of. `tried` of `wanted` programs and token counts were timed; not
-    `timely`: because the time was over. `seconds`: that it took."""
+    `timely`: because the time was over. `seconds`: that it took. `compiled`: programs, since the start;
+    `changed`: steps that are not the table's."""
 
     choices: tuple[Choice, ...]
     tried: int
@@ -111,6 +113,7 @@ class Outcome:
     seconds: float
     source: str = "tuned"
     changed: int = 0
+    compiled: int = 0
 
     def line(self, plan: str) -> str:
         if self.source != "tuned":
@@ -118,7 +121,7 @@ class Outcome:
         short = "" if self.timely else ", stopped by its budget of time"
         return (
             f"tuning: tuned in {self.seconds:.1f} s, {self.tried} of {self.wanted} candidates timed{short}, "
-            f"{self.changed} steps not the table's; {plan}"
+            f"{self.compiled} programs compiled for it, {self.changed} steps not the table's; {plan}"
         )
 
 
@@ -260,8 +263,8 @@ def _as_json(choice: Choice) -> dict[str, Any]:
 def _from_json(fields: dict[str, Any]) -> Choice:
     fields = dict(fields)
     choice = KINDS[fields.pop("kind")](**fields)
-    if not all(type(value) is int for value in fields.values()):
-        raise ValueError(f"{fields} are not all whole numbers")
+    if not all(type(value) in (int, bool) for value in fields.values()):
+        raise ValueError(f"{fields} are not all whole numbers or switches")
     return choice
 
 
@@ -326,7 +329,8 @@ class Tuner:
         race = Race(timer, deadline)
         choices = candidates.merged(race.run(trials))
         seconds = time.perf_counter() - began
-        return Outcome(choices, race.tried, wanted, race.timely, seconds), timed
+        compiled = self._candidates.account.compiled
+        return Outcome(choices, race.tried, wanted, race.timely, seconds, compiled=compiled), timed
 
     def _counted(self, outcome: Outcome) -> Outcome:
         """Says how many steps are not the table's."""

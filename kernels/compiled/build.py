@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .cache import ProgramCache
-from .objects import compile_object, load_object
+from .objects import LoadedObject, compile_object
 from .program import CompileError, Program
 from .workers import MOST_WORKERS, compile_in_workers
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("vllm.csf")
 
 _lock = threading.RLock()
 _loaded: dict[Program, Callable] = {}
+_unload: dict[Program, Callable[[], None]] = {}
 _holders: weakref.WeakSet[ProgramSet] = weakref.WeakSet()
 
 
@@ -224,24 +226,24 @@ class Build:
             self.account.in_process += 1
             return _loaded[program]
         try:
-            function = load_object(self._objects[program])
+            found = LoadedObject(self._objects[program])
         except Exception as error:
             # Its checksum was right, yet it does not load: of another make of compiler, it may be.
             logger.warning("csf_nvfp4: %s: the cached object does not load: %s", program.name, error)
             self._cache.discard(program)
             self._keep(program, compile_object(program))
-            function = _load_new(program, self._objects[program])
+            found = _load_new(program, self._objects[program])
         if program in self._compiled:
             self.account.compiled += 1
         else:
             self.account.from_cache += 1
-        _loaded[program] = function
-        return function
+        _loaded[program], _unload[program] = found.function, found.unload
+        return found.function
 
 
-def _load_new(program: Program, data: bytes) -> Callable:
+def _load_new(program: Program, data: bytes) -> LoadedObject:
     try:
-        return load_object(data)
+        return LoadedObject(data)
     except Exception as error:
         raise CompileError(f"{program.name}: compiled, but it does not load: {error}") from error
 
@@ -251,9 +253,20 @@ def reclaim() -> int:
     with _lock:
         held = frozenset[Program]().union(*(holder.programs for holder in _holders))
         dead = [program for program in _loaded if program not in held]
+        if dead:
+            _settle()
         for program in dead:
             del _loaded[program]
+            if (unload := _unload.pop(program, None)) is not None:
+                unload()
         return len(dead)
+
+
+def _settle() -> None:
+    """Until no kernel runs any more: none may be one that is unloaded."""
+    torch = sys.modules.get("torch")  # without it nothing was called
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def loaded() -> int:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from .program import CompileError, Program
 
 # Two threads must not be inside the compiler at once: it aborts the process.
 _compiler = threading.Lock()
 _SYMBOL = "csf_program"
+# A destructor of every object, which gives its device code back, and its name once exported. The loader of
+# objects runs no destructors.
+_UNLOAD = "__dtor_cuda_dialect_unload_library_once"
+_EXPORTED_UNLOAD = f"__cute_internal_{_SYMBOL}_{_UNLOAD}"
 
 
 def compile_object(program: Program) -> bytes:
@@ -19,6 +26,7 @@ def compile_object(program: Program) -> bytes:
     with _compiler, _memory_file() as (handle, path):
         compiled = program.compile()
         try:
+            _export_unload(compiled.ir_module)
             compiled.export_to_c(path, function_name=_SYMBOL)
         except Exception as error:
             raise CompileError(f"{program.name}: no object could be made of it: {error}") from error
@@ -27,14 +35,41 @@ def compile_object(program: Program) -> bytes:
             return file.read()
 
 
-def load_object(data: bytes) -> Callable:
-    """The host function of an object. No C compiler is needed, no GPU is touched before the first call."""
-    import cutlass.cute as cute
+def _export_unload(module: Any) -> None:
+    """Makes the destructor a symbol of the object. Raises LookupError where the compiler made none."""
+    ir: Any = importlib.import_module("cutlass._mlir.ir")
+    found = []
 
-    with _memory_file() as (handle, path):
-        with os.fdopen(os.dup(handle), "wb") as file:
-            file.write(data)
-        return getattr(cute.runtime.load_module(path, enable_tvm_ffi=True), _SYMBOL)
+    def look(operation: Any) -> Any:
+        if operation.name == "llvm.func" and operation.attributes["sym_name"].value == _UNLOAD:
+            operation.attributes["linkage"] = ir.Attribute.parse("#llvm.linkage<external>")
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(look)
+    if not found:
+        raise LookupError(f"the compiler made no {_UNLOAD}")
+
+
+class LoadedObject:
+    """`function`: the host function. No C compiler is needed, no GPU is touched before its first call."""
+
+    def __init__(self, data: bytes) -> None:
+        import cutlass.cute as cute
+
+        with _memory_file() as (handle, path):
+            with os.fdopen(os.dup(handle), "wb") as file:
+                file.write(data)
+            module = cute.runtime.load_module(path, enable_tvm_ffi=True)
+        self.function: Callable = getattr(module, _SYMBOL)
+        self._engine = module.engine  # what `_unload` points into
+        self._unload = ctypes.CFUNCTYPE(None)(self._engine.lookup(_EXPORTED_UNLOAD))
+
+    def unload(self) -> None:
+        """Gives the device code back, if a call has loaded it. None of its kernels may be running, and no
+        graph that has them may be replayed again."""
+        self._unload()
 
 
 @contextmanager

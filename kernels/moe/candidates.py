@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from . import programs
 from .programs import KINDS, Choice, DecodeChoice, Geometry
@@ -77,7 +78,7 @@ def most_tokens(g: Geometry, choice: Choice) -> int:
 def alternatives(g: Geometry, choice: Choice) -> Iterator[Choice]:
     """Other forms of the same program."""
     for changes in _changes(choice):
-        fields = dict(changes)
+        fields: dict[str, Any] = dict(changes)
         if "ctas" in fields:
             fields["ctas"] *= g.multiprocessors
         other = replace(choice, **fields)

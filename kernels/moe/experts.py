@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .. import layout
 from ..layout import PreparedMatrix
+from ..packer import Packer
 
 
 @dataclass(frozen=True)
@@ -52,36 +53,67 @@ def prepare(
     alpha13: torch.Tensor,
     alpha2: torch.Tensor,
     native: bool = False,
+    packer: Packer | None = None,
 ) -> PreparedExperts:
     """Packs checkpoint-order tensors of one layer on their device.
 
     w13 uint8 [E, 2 I, H/2] (gate rows, then up rows), scale13 uint8 [E, 2 I, H/16], w2 uint8 [E, H, I/2],
-    scale2 uint8 [E, H, I/16], alpha13 FP32 [E, 2], alpha2 FP32 [E].
+    scale2 uint8 [E, H, I/16], alpha13 FP32 [E, 2], alpha2 FP32 [E]. packer: of a GPU, else torch packs.
     """
     return PreparedExperts(
-        w13=prepare_matrix(w13, scale13, gated=True, native=native),
-        w2=prepare_matrix(w2, scale2, gated=False, native=native),
+        w13=prepare_matrix(w13, scale13, gated=True, native=native, packer=packer),
+        w2=prepare_matrix(w2, scale2, gated=False, native=native, packer=packer),
         alpha13=alpha13.to(torch.float32).contiguous(),
         alpha2=alpha2.to(torch.float32).contiguous(),
     )
 
 
 def prepare_matrix(
-    weight: torch.Tensor, scale: torch.Tensor, gated: bool, native: bool = False
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    gated: bool,
+    native: bool = False,
+    packer: Packer | None = None,
 ) -> PreparedMatrix:
     """One stack, uint8 [E, R, K/2] and [E, R, K/16]; the width of an expert is padded to a tile.
 
     `gated`: rows are gate over up, each half padded at its own end; else the columns are padded.
     """
-    experts, rows, columns = weight.shape[0], weight.shape[1], weight.shape[2] * 2
+    return prepare_groups(weight, [(slice(None), scale)], gated, native, packer)
+
+
+def prepare_groups(
+    weight: torch.Tensor,
+    scales: Iterable[tuple[slice, torch.Tensor]],
+    gated: bool,
+    native: bool = False,
+    packer: Packer | None = None,
+) -> PreparedMatrix:
+    """As `prepare_matrix`, with the scales of some experts at a time."""
+    shape = _shape_of(weight, gated, native)
     halves = 2 if gated else 1
+    padded = (
+        (
+            group,
+            layout.pad(weight[group], shape.rows, shape.k // 2, halves),
+            layout.pad_scales(scale, shape.rows, shape.k // layout.GROUP, halves),
+        )
+        for group, scale in scales
+    )
+    if packer is not None:
+        return packer.pack_groups(padded, shape, weight.device)
+    parts = [layout.pack(w, s, replace(shape, experts=w.shape[0])) for _, w, s in padded]
+    return parts[0] if len(parts) == 1 else layout.concatenate(parts)
+
+
+def _shape_of(weight: torch.Tensor, gated: bool, native: bool) -> layout.Shape:
+    """Of the prepared form of uint8 [E, R, K/2]."""
+    experts, rows, columns = weight.shape[0], weight.shape[1], weight.shape[2] * 2
     if gated:
-        rows = halves * pad_to_tile(rows // halves)
+        rows = 2 * pad_to_tile(rows // 2)
     else:
         columns = pad_to_tile(columns)
-    shape = layout.Shape(experts, rows, columns, gated, native)
-    weight = layout.pad(weight, rows, columns // 2, halves)
-    return layout.pack(weight, layout.pad_scales(scale, rows, columns // 16, halves), shape)
+    return layout.Shape(experts, rows, columns, gated, native)
 
 
 def pad_to_tile(width: int) -> int:

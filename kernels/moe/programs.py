@@ -15,6 +15,7 @@ from ..activation import Activation
 from ..compiled.build import Build, ProgramSet
 from ..compiled.cache import ProgramCache
 from ..compiled.program import Kind, Program
+from ..packer import STEPS
 from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
@@ -25,10 +26,12 @@ WIDE_CHUNK_TOKENS = 8192
 THREADS_CAPACITY = 1024
 
 _HERE = __name__.rpartition(".")[0]
-# The kinds of programs, by name. The module of a kind K also has `k_config(geometry, choice)`.
+_ABOVE = _HERE.rpartition(".")[0]
+# The kinds of programs, by name. The module of a kind K that serves choices has `k_config(geometry, choice)`.
 KINDS = {
     "decode": Kind("decode", f"{_HERE}.decode", "DecodeConfig", "compile_decode"),
     "prefill": Kind("prefill", f"{_HERE}.prefill", "PrefillConfig", "compile_prefill"),
+    "pack": Kind("pack", f"{_ABOVE}.pack_kernels", "PackConfig", "compile_pack"),
 }
 Take = Callable[[int], torch.Tensor]  # a uint8 buffer of so many bytes
 
@@ -197,6 +200,12 @@ def declared(g: Geometry, choice: Choice) -> Program:
     kind = KINDS[choice.kind]
     config = getattr(importlib.import_module(kind.module), f"{kind.name}_config")(g, choice)
     return Program(kind, config, g.arch)
+
+
+def preparation(arch: str, native: bool) -> tuple[Program, ...]:
+    """The programs that pack a layer, one for each of `packer.STEPS`, whatever its geometry."""
+    kind = KINDS["pack"]
+    return tuple(Program(kind, kind.config_class()(step, native), arch) for step in STEPS)
 
 
 def workspace(take: Take, g: Geometry, choice: Choice, tokens: int) -> Workspace:

@@ -22,7 +22,7 @@ RECORD = {"machine": {"gpu": "Card"}, "commit": "c", "rows": [row("csf", 1, 20.0
         (["--tokens", "0"], "argument --tokens"),
         (["--routing", "even"], "has 'even', expected some of uniform, zipf, hot"),
         (["--arms", "csf,theirs"], "has 'theirs', expected some of csf, native, marlin"),
-        (["--exceptions", "1.5"], "is 1.5, expected 0 to 1"),
+        (["--exceptions", "1.5"], "is '1.5', expected a number from 0 to 1"),
     ],
 )
 def test_wrong_usage_is_named(arguments, said, capsys):
@@ -62,8 +62,23 @@ def test_table_prints_and_draws(tmp_path, capsys):
     assert path.with_suffix(".svg").read_text().startswith("<svg")
 
 
-def test_table_refuses_what_is_no_record(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{}", "is no record, expected a record of kernels"),
+        (
+            b"{",
+            "cannot be read: no JSON: expecting property name enclosed in double quotes in line 1, column 2",
+        ),
+        (b"\x80", "cannot be read: no text in UTF-8: byte 0x80 at 0"),
+        (b"[" * 100_000, "cannot be read: nested too deeply"),
+        (b'{"rows": [{}]}', "is no whole record: no 'machine'"),
+        (None, "cannot be read: no such file or directory"),
+    ],
+)
+def test_table_refuses_what_is_no_record(tmp_path, capsys, content, said):
     path = tmp_path / "record.json"
-    path.write_text("{}")
+    if content is not None:
+        path.write_bytes(content)
     assert cli.main(["bench", "table", str(path)]) == 1
-    assert "no record, expected a record of kernels" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"vllm-csf bench: {path}: {said}\n"

@@ -29,6 +29,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 DIES = """
 import sys
+print("WARNING 12-02 18:50:00 [utils.py:1] Errors like `OSError: [Errno 24]` may follow")
 print("ValueError: the cause of it all")
 for n in range(100):
     print("INFO shutting down", n)

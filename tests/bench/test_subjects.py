@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from vllm_csf.loaders.errors import CheckpointError
 
 from vllm_csf.bench import subjects
 from vllm_csf.bench.geometries import SERVED_ARMS
@@ -88,5 +89,5 @@ def test_the_fingerprint_is_of_what_is_stored(checkpoint, tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(BenchError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json: missing"):
         subjects.read_config(str(tmp_path))

@@ -18,11 +18,13 @@ pytest.importorskip("cutlass")
 from vllm_csf.kernels.activation import SILU
 from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.cache import ProgramCache
+from vllm_csf.kernels.compiled.program import CompileError
 from vllm_csf.loaders.checkpoint import open_checkpoint
 
 from vllm_csf.cli import main, parser
 from vllm_csf.cli.precompile import plans_of
 from vllm_csf.planning import LayerFacts, Limits, geometry_of, make_plan
+from vllm_csf.tuning import candidate_programs
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 8, 128, 192, 3
 
@@ -89,20 +91,45 @@ def test_a_full_cache_leaves_nothing_to_do(folder, tmp_path, monkeypatch, capsys
 
     data, kept = compile_object(tiny(1)), ProgramCache(tmp_path)
     for plan in plans(folder, "--max-num-batched-tokens", "1"):
-        for program in plan.programs():
+        for program in (*plan.preparation, *plan.programs()):
             kept.store(program, data)
     flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path)]
     assert main(["precompile", str(folder), *flags]) == 0
     out = capsys.readouterr().out
     assert "plan 1 of 8 experts of 8, H 128, I 192, top 3, up to 1 tokens, on sm_90a" in out
-    assert out.endswith(f"0 programs compiled in 0.0 s, 2 were there, in {tmp_path}\n")
+    assert out.endswith(f"0 programs compiled in 0.0 s, 4 were there, in {tmp_path}\n")
+
+
+def test_candidates_are_compiled_where_they_are_asked_for(folder, tmp_path, monkeypatch, capsys):
+    """For both types of routing ids; one that does not compile is done without."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "kernels"))
+    from tiny_program import tiny
+    from vllm_csf.kernels.compiled.objects import compile_object
+
+    data, kept = compile_object(tiny(1)), ProgramCache(tmp_path)
+    (plan,) = plans(folder, "--max-num-batched-tokens", "1")
+    own = [*plan.preparation, *plan.programs()]
+    others = candidate_programs(plan, (False, True))
+    assert len(others) >= 4
+    assert not set(own) & set(others)
+    for program in (*own, *others[1:]):
+        kept.store(program, data)
+
+    def refuse(program):
+        raise CompileError(f"{program.name}: no")
+
+    monkeypatch.setattr(build, "compile_object", refuse)
+    flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet", "--tuning"]
+    assert main(["precompile", str(folder), *flags]) == 0
+    there = len(own) + len(others) - 1
+    assert capsys.readouterr().out == f"0 programs compiled in 0.0 s, {there} were there, in {tmp_path}\n"
 
 
 @pytest.mark.slow
 def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys):
     flags = ["--max-num-batched-tokens", "1", "--cache-dir", str(tmp_path), "--quiet"]
     assert main(["precompile", str(folder), *flags]) == 0
-    assert capsys.readouterr().out.startswith("2 programs compiled in ")
+    assert capsys.readouterr().out.startswith("4 programs compiled in ")
     from vllm_csf.startup import Startup
 
     build.reclaim()
@@ -110,9 +137,9 @@ def test_a_start_after_it_compiles_nothing(folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(build, "compile_object", None)
     startup = Startup()
     plan = make_plan(geometry_of(facts(), "sm_90a", 78), Limits(1))
-    startup.declare(plan, ProgramCache(tmp_path))
+    startup.declare(plan, ProgramCache(tmp_path)).packer()
     account = startup.finish()
-    assert (account.compiled, account.from_cache) == (0, 2)
+    assert (account.compiled, account.from_cache) == (0, 4)
 
 
 def test_what_is_missing_is_named(folder, tmp_path, capsys):
@@ -155,8 +182,8 @@ def test_a_compilation_that_was_killed_leaves_nothing_in_the_way(folder, tmp_pat
     assert killed.wait(30) == -signal.SIGKILL
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
-    assert "2 programs compiled" in again.stdout
+    assert "4 programs compiled" in again.stdout
     cache = ProgramCache(tmp_path)
-    wanted = [p for plan in plans(folder, *flags) for p in plan.programs()]
-    assert len(wanted) == 2
+    wanted = [p for plan in plans(folder, *flags) for p in (*plan.preparation, *plan.programs())]
+    assert len(wanted) == 4
     assert all(cache.find(program) for program in wanted)

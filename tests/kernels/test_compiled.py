@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tiny_program import tiny
 from vllm_csf.kernels.compiled import build, cache, workers
 from vllm_csf.kernels.compiled.build import Build, ProgramSet, UndeclaredProgramError
 from vllm_csf.kernels.compiled.cache import ProgramCache
-from vllm_csf.kernels.compiled.objects import compile_object, load_object
+from vllm_csf.kernels.compiled.objects import LoadedObject, compile_object
 from vllm_csf.kernels.compiled.program import CompileError, Program
 from vllm_csf.kernels.moe import programs
 
@@ -141,7 +142,7 @@ def test_a_whole_entry_that_does_not_load_is_made_anew(tmp_path):
     ready = Build([tiny(1)], kept)
     assert callable(ready.finish()[tiny(1)])
     assert ready.account.compiled == 1
-    assert callable(load_object(kept.find(tiny(1))))
+    assert callable(LoadedObject(kept.find(tiny(1))).function)
 
 
 def test_without_a_writable_folder_it_works_and_says_so_once(tmp_path, caplog):
@@ -205,6 +206,56 @@ def test_a_worker_that_cannot_start_is_reported(tmp_path, monkeypatch, caplog):
         ready = Build([tiny(1), tiny(2)], ProgramCache(tmp_path)).finish()
     assert callable(ready[tiny(2)])
     assert "status 1: nothing here" in caplog.text
+
+
+def test_optional_programs_that_do_not_compile_are_done_without(tmp_path, caplog):
+    broken = [tiny(7, trouble="error"), tiny(8, trouble="error")]
+    with caplog.at_level(logging.WARNING, "vllm.csf"):
+        wanted = Build([broken[0], tiny(1), broken[1]], ProgramCache(tmp_path), optional=True)
+        wanted.start()
+        there = wanted.take(120)
+    assert there.programs == {tiny(1)}
+    assert callable(there[tiny(1)])
+    assert [record.getMessage().count("done without: tiny(constant=") for record in caplog.records] == [1, 1]
+    assert ProgramCache(tmp_path).find(tiny(1)) is not None
+
+
+def test_optional_programs_that_take_too_long_are_not_waited_for(tmp_path, monkeypatch, tiny_object):
+    """What is there by then is taken; nothing is begun afterwards."""
+    here, ended = threading.Event(), threading.Event()
+
+    def slow(programs, done, most, failed, stop):
+        done(tiny(1), tiny_object)
+        here.set()
+        assert stop.wait(60)
+        ended.set()
+        return [tiny(2)]
+
+    monkeypatch.setattr(build, "compile_in_workers", slow)
+    wanted = Build([tiny(1), tiny(2)], ProgramCache(tmp_path), optional=True)
+    wanted.start()
+    assert here.wait(60)
+    assert wanted.take(0.0).programs == {tiny(1)}
+    assert ended.wait(60)
+
+
+def test_a_build_begins_when_the_one_before_has_compiled(tmp_path, monkeypatch, tiny_object):
+    order = []
+
+    def note(programs, done, *rest):
+        order.append(programs)
+        time.sleep(0.1)
+        for program in programs:
+            done(program, tiny_object)
+        return []
+
+    monkeypatch.setattr(build, "compile_in_workers", note)
+    first = Build([tiny(1)], ProgramCache(tmp_path))
+    second = Build([tiny(2)], ProgramCache(tmp_path), optional=True)
+    first.start()
+    second.start(after=first)
+    assert second.take(60).programs == {tiny(2)}
+    assert order == [[tiny(1)], [tiny(2)]]
 
 
 def _build_in_daemon(folder: str, count: str, barrier, results) -> None:
@@ -284,8 +335,38 @@ def test_nothing_is_left_of_many_engines(tmp_path, tiny_object):
     assert not [holder for holder in build._holders if holder.programs]
 
 
+def test_reclaimed_programs_give_their_device_code_back(tmp_path, tiny_object, monkeypatch):
+    """Each once, by the destructor that its object has; without a GPU that finds nothing to do."""
+    unloaded = []
+    unload = LoadedObject.unload
+    monkeypatch.setattr(LoadedObject, "unload", lambda self: unloaded.append(self) or unload(self))
+    kept = ProgramCache(tmp_path)
+    for n in range(3):
+        kept.store(tiny(n), tiny_object)
+    held, other = Build([tiny(0), tiny(1)], kept).finish(), Build([tiny(1), tiny(2)], kept).finish()
+    assert build.reclaim() == 0
+    del held
+    assert build.reclaim() == 1
+    assert len(unloaded) == 1
+    del other
+    assert build.reclaim() == 2
+    assert len({id(one) for one in unloaded}) == 3
+    assert build.reclaim() == 0
+    assert len(unloaded) == 3
+
+
+def test_an_object_without_its_destructor_is_not_loaded(tmp_path, tiny_object, caplog):
+    """Of a compiler that names it otherwise: made anew rather than left on the device for ever."""
+    kept = ProgramCache(tmp_path)
+    kept.store(tiny(1), tiny_object.replace(b"unload_library_once", b"unload_library_ever"))
+    with caplog.at_level(logging.WARNING, "vllm.csf"):
+        ready = Build([tiny(1)], kept).finish()
+    assert callable(ready[tiny(1)])
+    assert "the cached object does not load" in caplog.text
+
+
 def test_what_somebody_holds_stays_loaded(tiny_object):
-    holder = ProgramSet({tiny(1): load_object(tiny_object)})
+    holder = ProgramSet({tiny(1): LoadedObject(tiny_object).function})
     build._loaded[tiny(1)] = holder[tiny(1)]
     build.reclaim()
     assert build.loaded() == 1

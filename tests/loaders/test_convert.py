@@ -112,7 +112,7 @@ def test_killed_conversion_goes_on_where_it_stopped(source, tmp_path):
         "write = shard_writer.write_shard\n"
         "def once(path, entries, metadata):\n"
         "    if path.name.startswith('model-00002'):\n"
-        "        path.with_name(path.name + '.partial').write_bytes(b'half')\n"
+        "        path.with_name(path.name + shard_writer.PARTIAL).write_bytes(b'half')\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return write(path, entries, metadata)\n"
         "shard_writer.write_shard = once\n"

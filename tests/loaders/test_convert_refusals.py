@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from converting import TOOL, contents, set_free_bytes
-from fake_checkpoints import modelopt_tensors, random_layer, save, write_folder
+from fake_checkpoints import edit_json, modelopt_tensors, random_layer, save, write_folder
 from vllm_csf.loaders import conversion, shard_writer
 from vllm_csf.loaders.checkpoint import INDEX
 from vllm_csf.loaders.convert import convert
@@ -60,6 +60,31 @@ def test_links_in_circles_are_refused(source, tmp_path):
     (source / "below").mkdir()
     (source / "below" / "again").symlink_to(source)
     refused(source, tmp_path, "below/again: a link to a folder around it")
+
+
+def test_shards_whose_records_would_have_one_name(tmp_path):
+    layer = random_layer(experts=2)
+    names = ["a/b.safetensors", "a--b.safetensors"]
+    write_folder(tmp_path / "source", modelopt_tensors(layer), CONFIG, name=lambda i: names[i])
+    refused(tmp_path / "source", tmp_path, r"its record would have the name of that of a")
+
+
+def test_index_with_strange_metadata(source, tmp_path):
+    edit_json(source / INDEX, lambda index: index.update(metadata=[1]))
+    refused(source, tmp_path, "metadata is a list, expected an object")
+
+
+def test_what_killed_runs_left_is_no_part_of_a_source(source, tmp_path):
+    (source / f"config.json{shard_writer.PARTIAL}").write_text("half")
+    convert(source, tmp_path / "csf", TOOL)
+    restore(tmp_path / "csf", tmp_path / "back")
+    assert contents(tmp_path / "back").keys() == contents(source).keys() - {"config.json.csf-partial"}
+
+
+def test_files_called_partial_come_back(source, tmp_path):
+    for name in ("config.json.partial", "tokenizer.json.partial", f"{SHARDS[0]}.partial"):
+        (source / name).write_text(name)
+    comes_back(source, tmp_path)
 
 
 def test_what_is_no_file_is_refused(source, tmp_path):
@@ -224,7 +249,7 @@ def test_first_failure_stops_the_others(source, tmp_path, monkeypatch, jobs, err
         convert(source, tmp_path / "csf", TOOL, jobs)
     if jobs == 1:
         assert started == SHARDS[:1]
-    assert not [name for name in contents(tmp_path / "csf") if name.endswith(".partial")]
+    assert not [name for name in contents(tmp_path / "csf") if name.endswith(shard_writer.PARTIAL)]
     monkeypatch.undo()
     convert(source, tmp_path / "csf", TOOL, jobs)
     assert verify(tmp_path / "csf", source).ok

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from vllm_csf.loaders import codec, example
 from vllm_csf.loaders.checkpoint import open_checkpoint
 from vllm_csf.loaders.errors import CheckpointError
@@ -38,6 +38,15 @@ def tensors(folder):
         with safe_open(shard, "pt") as f:
             out |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     return out
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(example, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"00001-of-00002\.safetensors: cannot be written: .*No space"):
+        example.make_example(tmp_path / "a")
 
 
 def test_layouts_hold_the_same_experts(family):

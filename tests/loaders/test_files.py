@@ -73,17 +73,48 @@ def test_malformed_headers(folder: Path) -> None:
         (lambda h: h[name].update(dtype="X9"), "malformed header entry"),
         (lambda h: h[name].pop("shape"), "malformed header entry"),
         (lambda h: h[name].update(shape=[3, 5, 7]), "expected"),
-        (lambda h: h[name].update(data_offsets=[-1, 4]), "expected"),
-        (lambda h: h.pop(name), "expected neither overlaps nor holes"),
+        (lambda h: h[name].update(shape=[-1, -1]), "malformed header entry"),
+        (lambda h: h[name].update(shape=[1.0]), "malformed header entry"),
+        (lambda h: h[name].update(shape=[True]), "malformed header entry"),
+        (lambda h: h[name].update(shape=[1] * 65), "malformed header entry"),
+        (lambda h: h[name].update(shape=[10**40]), "malformed header entry"),
+        (lambda h: h[name].update(shape=[2**62, 2**62]), "expected"),
+        (lambda h: h[name].update(data_offsets=[-1, 4]), "malformed header entry"),
+        (lambda h: h[name].update(data_offsets=["0", "4"]), "malformed header entry"),
+        (lambda h: h.update({"a\nb": h[name]}), r"tensor 'a\\nb', expected printable characters"),
+        (lambda h: h.update({"\ud800": h[name]}), r"tensor '\\ud800', expected printable characters"),
+        (lambda h: h.pop(name), "begins at byte 4, expected 0: neither overlaps nor holes"),
     ]
     for change, match in cases:
         rewrite_header(shard, change)
         refused(folder, f"shard tensors/model-00000.safetensors: .*{match}")
         shard.write_bytes(good)
     shard.write_bytes(struct.pack("<Q", 2) + b"{]" + good[10:])
-    refused(folder, "header is not JSON")
+    refused(folder, "header cannot be read: no JSON")
+    for text, match in ((b"[" * 10**6, "nested too deeply"), (b"9" * 5000, "Exceeds the limit")):
+        shard.write_bytes(struct.pack("<Q", len(text)) + text)
+        refused(folder, f"model-00000.safetensors: header cannot be read: {match}")
     shard.write_bytes(struct.pack("<Q", 2) + b"[]")
     refused(folder, "header is a list")
+
+
+def test_an_overlap_that_makes_up_for_a_hole(folder: Path) -> None:
+    """The sizes add up to that of the file, and its end is some tensor's."""
+    shard = folder / "tensors/model-00000.safetensors"
+
+    def move(header: dict) -> None:
+        scalars = [e["data_offsets"] for e in header.values() if e["shape"] == []]
+        scalars[0][:] = scalars[1]
+
+    rewrite_header(shard, move)
+    refused(folder, "model-00000.safetensors: .* begins at byte .*neither overlaps nor holes")
+
+
+def test_a_pipe_is_not_waited_for(folder: Path) -> None:
+    shard = folder / "tensors/model-00000.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    refused(folder, "shard tensors/model-00000.safetensors: no ordinary file")
 
 
 def test_index_names_a_tensor_that_is_not_there(folder: Path) -> None:
@@ -128,7 +159,7 @@ def test_index_that_leaves_the_folder(folder: Path, shard: str) -> None:
 def test_index_that_is_none(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text("{")
-    refused(folder, "not readable as JSON")
+    refused(folder, "index.json: cannot be read: no JSON")
     index.write_text("[]")
     refused(folder, "holds a list, expected an object")
     index.write_text("{}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,6 +133,31 @@ def test_malformed_plain_tensors(tmp_path: Path, change: Callable[[Tensors], obj
     change(tensors)
     write_folder(tmp_path, tensors)
     refused(tmp_path, match, FormatError)
+
+
+@pytest.mark.parametrize("experts", [0, 2**60])
+def test_experts_without_a_byte(tmp_path: Path, experts: int) -> None:
+    """A header of a few bytes must not keep a reader busy with 2^60 experts."""
+    name = "m.experts.down_proj"
+    header = {
+        f"{name}": {"dtype": "U8", "shape": [experts, 0, 8], "data_offsets": [0, 0]},
+        f"{name}_weight_scale": {"dtype": "F8_E4M3", "shape": [experts, 0, 1], "data_offsets": [0, 0]},
+        f"{name}_weight_scale_2": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    refused(tmp_path, rf"{name}: shape \[{experts}, 0, 8\], expected no empty tensor", FormatError)
+
+
+def test_modules_are_sorted_by_numbers_that_are_none(tmp_path: Path) -> None:
+    names = ["m.10.experts", "m.².experts", f"m.{'9' * 5000}.experts", "m.9.experts"]
+    tensors: Tensors = {}
+    for name in names:
+        tensors |= modelopt_tensors(random_layer(name, experts=1))
+    write_folder(tmp_path, tensors)
+    found = [layer.name for layer in open_checkpoint(tmp_path).layers]
+    assert set(found) == set(names)
+    assert found.index("m.9.experts") < found.index("m.10.experts")
 
 
 def test_plain_and_compressed_experts_in_one_layer(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_gate_over_up_of_one_expert() -> None:
         "model.layers.3.mlp.experts.x.gate_proj.weight",
         "model.layers.3.myexperts.0.gate_proj.weight",
         "model.layers.3.experts",
+        f"model.experts.{'9' * 5000}.gate_proj.weight",  # more digits than int() reads
+        "model.experts.٣.gate_proj.weight",
         "lm_head.weight",
     ],
 )

@@ -179,11 +179,25 @@ def test_names_under_another_root(written: str, asked: str) -> None:
         ({"bits": 4}, r"neither quant_method nor quant_algo, found \['bits'\]"),
         ("nvfp4", "str, expected an object"),
         ({"quantization": []}, "quantization: list, expected an object"),
+        ({**PLAIN, "ignore": ["re:("]}, r"ignore: 're:\(' is no regular expression: missing \)"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:["]}}},
+            r"config_groups.g.targets: 're:\[' is no regular expression",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": 5}}},
+            "targets: 5, expected a list of strings",
+        ),
     ],
 )
 def test_refused(config: Any, match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         recipe(config)
+
+
+def test_text_config_that_is_none() -> None:
+    with pytest.raises(RecipeError, match=r"config\.json: text_config: list, expected an object"):
+        read_recipe({"text_config": ["a"]})
 
 
 def test_ignore_beside_exclude_modules() -> None:

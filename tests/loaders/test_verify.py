@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -67,6 +68,37 @@ def test_verify_goes_on_behind_the_first_finding(converted):
     report = verify(root, source)
     assert len([line for line in report.findings if "base" in line]) >= 3
     assert report.planes == 2 * 8 * 3
+
+
+def test_an_index_that_names_what_is_no_file_here(converted):
+    _, root = converted
+    strange = ["\0.safetensors", "\ud800.safetensors", "../model.safetensors", "\n.safetensors"]
+    for shard in strange:
+        edit_json(root / "model.safetensors.index.json", lambda i, s=shard: i["weight_map"].update(x=s))
+        (finding,) = verify(root).findings
+        assert finding.startswith(f"model.safetensors.index.json: shard {shard!r}, expected a .safetensors")
+
+
+def test_a_folder_is_restored_into_once_at_a_time(converted, tmp_path):
+    _, root = converted
+
+    def again(_):
+        with pytest.raises(CheckpointError, match="another restoration is at work on it"):
+            restore(root, tmp_path / "back")
+
+    restore(root, tmp_path / "back", again)
+    assert verify(root).ok
+
+
+def test_a_disk_that_fills_up_leaves_no_half_file(converted, tmp_path, monkeypatch):
+    _, root = converted
+
+    def fill(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        restore(root, tmp_path / "back", fill)
+    assert contents(tmp_path / "back") == {}
 
 
 def test_truncated_shard_is_found(converted):

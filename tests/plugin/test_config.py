@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 
 import vllm_csf
 from vllm_csf.config import CsfNvfp4Config
+from vllm_csf.tuning import Budget
 
 PREFIX = "model.layers.0.mlp.experts"
 CSF_LAYERS = {PREFIX: {"quant_algo": "NVFP4", "group_size": 16, "weight_scale_encoding": "csf"}}
@@ -143,6 +144,17 @@ def test_configuration_travels_to_workers(config: dict) -> None:
 def test_recipes_without_nvfp4_are_refused(config: dict) -> None:
     with pytest.raises(ValueError, match="csf_nvfp4 serves NVFP4 experts"):
         CsfNvfp4Config.from_config(config)
+
+
+@pytest.mark.parametrize("config", [NVFP4, MIXED | {"quantized_layers": CSF_LAYERS}, COMPRESSED])
+def test_tuning_is_a_field_of_the_configuration(config: dict) -> None:
+    assert CsfNvfp4Config.from_config(copy.deepcopy(config)).csf_tuning is None
+    given = copy.deepcopy(config) | {"tuning": {"seconds": 5}}
+    made = CsfNvfp4Config.from_config(given)
+    assert pickle.loads(pickle.dumps(made)).csf_tuning == Budget(seconds=5.0)
+    assert given["tuning"] == {"seconds": 5}
+    with pytest.raises(ValueError, match=r"tuning\.seconds is -1, expected a number of seconds above 0"):
+        CsfNvfp4Config.from_config(copy.deepcopy(config) | {"tuning": {"seconds": -1}})
 
 
 def test_registration_may_be_repeated() -> None:

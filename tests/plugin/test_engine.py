@@ -14,6 +14,11 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+
+from vllm_csf import flag, stock
+from vllm_csf.report import Ledger
+from vllm_csf.tuning import Budget
+
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="runs vLLM's CPU build"),
@@ -104,6 +109,16 @@ def test_layouts_and_loaders(checkpoint, engine, want, layout: str, load_format:
 
 def test_container_is_claimed_by_its_place(checkpoint, engine, want) -> None:
     assert tokens(engine(checkpoint(FAMILY, "container"), load_format="csf")) == want
+
+
+def test_tuning_is_asked_for_by_the_flag(checkpoint, engine, want, monkeypatch) -> None:
+    """What `vllm serve` makes of the flag reaches the layers; where nothing is compiled, nothing is tuned."""
+    budgets = []
+    monkeypatch.setattr(stock, "Ledger", lambda *given: budgets.append(given[2]) or Ledger(*given))
+    given = flag.arguments({"tuning": {"seconds": 5}})
+    llm = engine(checkpoint(FAMILY, "csf"), quantization="csf_nvfp4", quantization_config=given)
+    assert tokens(llm) == want
+    assert budgets == [Budget(seconds=5.0)]
 
 
 def test_compiled(checkpoint, engine, want) -> None:

@@ -15,6 +15,7 @@ from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.build import ProgramSet, UndeclaredProgramError
 from vllm_csf.kernels.compiled.cache import ProgramCache
 from vllm_csf.kernels.moe import programs
+from vllm_csf.kernels.packer import STEPS
 
 pytest.importorskip("cutlass")
 
@@ -273,12 +274,14 @@ def test_programs_are_loaded_from_the_cache(tmp_path, monkeypatch):
     from vllm_csf.kernels.compiled.objects import compile_object
 
     data, kept, plan = compile_object(tiny(1)), ProgramCache(tmp_path), plan_of(4)
-    for program in plan.programs():
+    for program in (*plan.preparation, *plan.programs()):
         kept.store(program, data)
     startup = Startup()
     served = startup.declare(plan, ProgramCache(tmp_path))
+    packer = served.packer()  # before the programs that serve
+    assert set(packer.programs) == set(STEPS)
     account = startup.finish()
-    count = len(list(plan.programs()))
+    count = len([*plan.preparation, *plan.programs()])
     assert (account.compiled, account.from_cache, account.in_process) == (0, count, 0)
     assert account.line().startswith(f"programs: 0 compiled in 0.0 s, {count} from cache, 0 already loaded")
     assert startup.finish() is None

@@ -25,6 +25,7 @@ from vllm_csf.kernels.scales import planes as planes_module
 from vllm_csf import cute, dummy
 from vllm_csf import experts as method_module
 from vllm_csf.parameters import MODELOPT
+from vllm_csf.planning import make_plan
 from vllm_csf.report import Totals
 from vllm_csf.stock import stock_config
 
@@ -37,7 +38,7 @@ def called(monkeypatch):
     def finish(self) -> ProgramSet:
         return ProgramSet({p: (lambda *_, p=p: found.append(p)) for p in self._programs}, self._owner)
 
-    monkeypatch.setattr(build.Build, "start", lambda self: None)
+    monkeypatch.setattr(build.Build, "start", lambda self, after=None: None)
     monkeypatch.setattr(build.Build, "finish", finish)
     monkeypatch.setattr(cute, "device_facts", lambda device: ("sm_90a", 132))
     monkeypatch.setattr(method_module, "choose", lambda *arguments: cute.CuteExecution())
@@ -141,6 +142,44 @@ def test_dummy_weights_have_the_exceptions_of_trained_ones(config):
         share = 1 - normal.float().mean()
         assert 0 < share < 3 * dummy.EXCEPTION_SHARE + 0.01
         assert bool((scales[~normal] == dummy.EXCEPTION).all())
+
+
+class LeastStages:
+    """In the place of `LayerTimer`: calls nothing, and finds that fewer stages are faster."""
+
+    def __init__(self, launch, geometry, own, others, nbytes) -> None:
+        assert nbytes == 100 << 20
+
+    def ready(self, choice) -> bool:
+        return True
+
+    def __call__(self, choice, tokens: int, number: int) -> float:
+        return 1e-3 * choice.stages
+
+
+def test_a_model_is_tuned_where_its_configuration_asks_for_it(called, lines, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build.Build, "take", lambda self, seconds: self.finish())
+    monkeypatch.setattr(cute, "LayerTimer", LeastStages)
+    for source in ("tuning: tuned in ", "tuning: from cache in "):
+        lines.clear()
+        called.clear()
+        config = stock_config(NVFP4 | {"tuning": {"seconds": 5, "memory_mib": 100}})
+        layers = [layer_of(config, f"layer {i}") for i in range(2)]
+        for layer in layers:
+            load(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+        served = execution(layers[0])._served
+        assert served is execution(layers[1])._served
+        table = make_plan(served.plan.geometry, served.plan.limits)
+        assert served.plan != table
+        assert set(called) == set(served.plan.programs())
+        tuned = [line for line in lines if source in line]
+        assert len(tuned) == 1
+        assert " 0 steps not the table's" not in tuned[0]
+        assert run(layers[1], 3).shape == (3, HIDDEN)
+        with pytest.raises(UndeclaredProgramError):
+            run(layers[0], served.plan.limits.tokens + 1)
 
 
 def address(tensor: torch.Tensor) -> int | None:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from asking import ENVIRONMENT, FLAGS, Answer, Server, ask, has_cuda
+from asking import ENVIRONMENT, FLAGS, PROMPTS, TOKENS, Answer, Server, has_cuda
+
+from vllm_csf.bench import quality
+from vllm_csf.bench.subjects import WITHOUT_PLUGIN, Subject
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +28,25 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
 
 
 @pytest.fixture(scope="session")
-def stock(checkpoint, serve) -> Callable[[str], list[Answer]]:
-    """Answers of vLLM without the plugin, from the same weights dequantised."""
+def stock(checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Answer]]:
+    """Answers of vLLM's engine without the plugin, from the same weights dequantised.
+
+    In one process: of a server on the CPU the three processes take most of its time with importing vLLM.
+    """
     answers: dict[str, list[Answer]] = {}
 
     def of(family: str) -> list[Answer]:
         if family not in answers:
-            model = checkpoint(family, "dequantized")
-            with serve(model, environment={"VLLM_PLUGINS": ""}) as server:
-                answers[family] = ask(server)
-                assert "csf" not in server.log_text().replace(str(model), "")
+            folder = tmp_path_factory.mktemp(f"stock-{family}")
+            model = str(checkpoint(family, "dequantized"))
+            subject = Subject("stock", model, FLAGS, WITHOUT_PLUGIN)
+            found = quality.ask(
+                quality.Wanted(model, [subject], PROMPTS, PROMPTS[:1], TOKENS, top=1), subject, folder
+            )
+            answers[family] = [
+                Answer(*pair) for pair in zip(found["answers"], found["answer_logprobs"], strict=True)
+            ]
+            assert "csf" not in (folder / "stock.log").read_text().replace(model, "")
         return answers[family]
 
     return of

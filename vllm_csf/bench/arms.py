@@ -40,7 +40,7 @@ class PackedExecution(CuteExecution):
 
     def pack(self, stack: Stack) -> dict[str, torch.Tensor]:
         """The resident tensors, as `prepare` names them."""
-        prepared = stack.prepare(self._native)
+        prepared = stack.prepare(self._native, self.packer(stack.w2.device))
         resident = {"alphas13": prepared.alpha13, "alphas2": prepared.alpha2}
         for half, matrix in (("13", prepared.w13), ("2", prepared.w2)):
             self._shapes[half] = matrix.shape

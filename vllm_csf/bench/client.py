@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .records import BenchError, last_lines
+from .records import BenchError
+from .server import log_tail
 
 
 class Client:
@@ -57,7 +58,7 @@ class Client:
             answer = ""
         error = json.loads(answer)["error"] if answer else "it ended"
         if error or not result.exists():
-            raise BenchError(f"vllm bench serve: {error}\n{last_lines(self._log)}")
+            raise BenchError(f"vllm bench serve: {error}\n{log_tail(self._log)}")
         return json.loads(result.read_text())
 
     def stop(self) -> None:

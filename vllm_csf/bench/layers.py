@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.moe import experts as moe
+from ..kernels.packer import Packer
 from .routing import route
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -23,11 +24,10 @@ class Stack:
     alpha13: torch.Tensor
     alpha2: torch.Tensor
 
-    def prepare(self, native: bool) -> moe.PreparedExperts:
-        """The layer as the kernels take it, with compressed or native scales."""
-        return moe.prepare(
-            self.w13, self.scale13, self.w2, self.scale2, self.alpha13, self.alpha2, native=native
-        )
+    def prepare(self, native: bool, packer: Packer | None = None) -> moe.PreparedExperts:
+        """The layer as the kernels take it, with compressed or native scales, packed by torch or `packer`."""
+        sources = self.w13, self.scale13, self.w2, self.scale2, self.alpha13, self.alpha2
+        return moe.prepare(*sources, native=native, packer=packer)
 
 
 def random_stack(

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import machine, records
 from .records import BenchError
-from .server import CPU_FLAGS, cpu_environment, has_cuda
+from .server import CPU_FLAGS, cpu_environment, has_cuda, log_tail
 from .subjects import Subject, unless_given
 
 PAIRS = (("csf", "native"), ("csf", "stock"), ("native", "stock"))
@@ -125,7 +125,7 @@ def ask(wanted: Wanted, subject: Subject, folder: Path) -> dict[str, Any]:
             env=environment | subject.environment,
         ).returncode
     if status or not result.exists():
-        raise BenchError(f"the engine ended with {status}:\n{records.last_lines(log)}")
+        raise BenchError(f"the engine ended with {status}:\n{log_tail(log)}")
     return json.loads(result.read_text())
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..loaders.errors import CheckpointError
+from ..loaders.errors import CheckpointError, reason
 
 
 class BenchError(CheckpointError):
     """Something cannot be measured here, or a file is no record of a measurement."""
-
-
-def last_lines(log: Path, count: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -37,12 +35,24 @@ def dumps(record: dict[str, Any]) -> str:
     return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
+@contextmanager
+def whole(*paths: Path) -> Iterator[None]:
+    """Raises BenchError where a record lacks what is taken from it."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        named = ", ".join(map(str, paths))
+        raise BenchError(f"{named}: is no whole record: {reason(error)}") from error
+
+
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     """kind: of `kind_of`. Raises BenchError."""
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: {error}") from error
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BenchError(f"{path}: cannot be read: {reason(error)}") from error
     found = kind_of(record)
     if found is None or kind not in (None, found):
         raise BenchError(f"{path}: is {found or 'no record'}, expected a record of {kind or 'bench'}")

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Any
 
 START_SECONDS = 300.0
-ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception)\b: ")
+# Warnings quote errors that did not happen.
+ERROR = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*\b[A-Z]\w*(Error|Exception)\b: ")
 REQUEST_SECONDS = 120.0
 # A CPU server that pins threads of two ranks needs to be told which cores are whose.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager")
@@ -164,12 +165,8 @@ class Server:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def log_tail(self, lines: int = 40) -> str:
-        """The last lines of its log, and before them its first error, which may stand far above."""
-        found = self.log_text().splitlines()
-        first = next((n for n, line in enumerate(found) if ERROR.search(line)), len(found))
-        cause = ["first error: " + found[first].strip()] if first < len(found) - lines else []
-        return "\n".join([*cause, *found[-lines:]])
+    def log_tail(self) -> str:
+        return log_tail(self.log)
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST with a JSON body; returns the JSON of the answer (None where there is none)."""
@@ -200,6 +197,14 @@ class Server:
         messages = [{"role": "user", "content": text}]
         body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0, **options}
         return self.request("/v1/chat/completions", body)["choices"][0]
+
+
+def log_tail(log: Path, lines: int = 40) -> str:
+    """The last lines of a process's log, and before them its first error, which may stand far above."""
+    found = log.read_text(errors="replace").splitlines()
+    first = next((n for n, line in enumerate(found) if ERROR.search(line)), len(found))
+    cause = ["first error: " + found[first].strip()] if first < len(found) - lines else []
+    return "\n".join([*cause, *found[-lines:]])
 
 
 def free_port() -> int:

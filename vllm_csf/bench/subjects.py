@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..loaders import container, hub
+from ..loaders.files import read_object
+from ..loaders.recipes import CONFIG_FILE
 from .records import BenchError
 
 ENCODING_KEY = "weight_scale_encoding"
@@ -112,20 +114,15 @@ def _declares(config: Any, key: str) -> bool:
 
 def read_config(checkpoint: str) -> dict[str, Any]:
     """Its config.json. Raises CheckpointError where there is none."""
-    path = hub.locate(checkpoint) / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise BenchError(f"{path}: is {type(found).__name__}, expected an object")
-    return found
+    return read_object(hub.locate(checkpoint) / CONFIG_FILE)
 
 
 def has_mtp(config: dict[str, Any]) -> bool:
     """Whether the checkpoint has a layer that drafts."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-    return any(int(c.get(key) or 0) > 0 for c in (config, config.get("text_config", {})) for key in keys)
+    nested = config.get("text_config")
+    counts = [c.get(key) for c in (config, nested) if isinstance(c, dict) for key in keys]
+    return any(isinstance(count, int) and count > 0 for count in counts)
 
 
 def fingerprint(checkpoint: str) -> str:

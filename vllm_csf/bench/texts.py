@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..loaders import hub
+from ..loaders.errors import reason
 from .records import BenchError
 
 MADE_UP_PIECES = 8  # judged where there is no text: prompts serve as well
@@ -33,7 +34,11 @@ def choose(
     made_up = [draw.choices(ordinary, k=prompt_tokens) for _ in range(prompts)]
     if text is None:
         return made_up, made_up[:MADE_UP_PIECES]
-    ids = tokenizer.encode(text.read_text(), add_special_tokens=False)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{text}: cannot be read: {reason(error)}") from error
+    ids = tokenizer.encode(content, add_special_tokens=False)
     scored = [ids[start : start + context] for start in range(0, len(ids), context)][:pieces]
     scored = [piece for piece in scored if len(piece) > 1]
     if not scored:

@@ -6,8 +6,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from .. import __version__
+from .arguments import Parser
 
 # Name, module and help. Arguments are declared by the module's `configure`, which imports nothing heavy.
 COMMANDS = (
@@ -19,12 +21,12 @@ COMMANDS = (
     ("bench", "bench", "measure kernels and serving beside stock vLLM; compare records"),
     ("make-example", "example", "make a small random checkpoint"),
 )
-USAGE, FAILURE = 2, 1
+FAILURE = 1
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="vllm-csf", description="NVFP4 experts with compressed block scales.")
-    out.add_argument("--version", action="version", version=__version__)
+    out = Parser(prog="vllm-csf", description="NVFP4 experts with compressed block scales.")
+    out.add_argument("--version", action="version", version=__version__, help="print it")
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module, help_ in COMMANDS:
         command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
@@ -36,13 +38,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 for findings and failures, 2 for wrong usage."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # names that the terminal's encoding does not have
+            stream.reconfigure(errors="backslashreplace")
     given = parser().parse_args(arguments)
-    from ..loaders.errors import CheckpointError
+    from ..loaders.errors import CheckpointError, one_line
 
     try:
         return int(given.run(given) or 0)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         print(f"vllm-csf {given.command}: {error}", file=sys.stderr)
+        return FAILURE
+    except OSError as error:
+        print(f"vllm-csf {given.command}: {one_line(error)}", file=sys.stderr)
         return FAILURE
     except KeyboardInterrupt:
         print(f"vllm-csf {given.command}: interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, SERVED_ARMS, TOKENS
-from .arguments import positive
+from .arguments import above_zero, at_least_one, not_negative, positive, seed, share
 
 if TYPE_CHECKING:
     from ..bench.geometries import LayerGeometry
@@ -38,13 +38,6 @@ def numbers(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"is {value}, expected 0 to 1")
-    return value
-
-
 def one_of(names: tuple[str, ...]) -> type:
     """A comma list of some of the names. A type, so that argparse shows what is wrong."""
 
@@ -71,17 +64,34 @@ def _kernels(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(NAMED)} (default: all)",
     )
     tokens = ",".join(map(str, TOKENS))
-    parser.add_argument("--tokens", type=numbers, default=list(TOKENS), metavar="N,...", help=tokens)
-    parser.add_argument("--routing", type=one_of(ROUTINGS), default=["uniform"], metavar=",".join(ROUTINGS))
-    parser.add_argument("--arms", type=one_of(ARMS), default=list(ARMS), metavar=",".join(ARMS))
+    parser.add_argument(
+        "--tokens", type=numbers, default=list(TOKENS), metavar="N,...", help=f"of a call (default: {tokens})"
+    )
+    parser.add_argument(
+        "--routing",
+        type=one_of(ROUTINGS),
+        default=["uniform"],
+        metavar=",".join(ROUTINGS),
+        help="how tokens choose experts; zipf and hot are uneven (default: uniform)",
+    )
+    parser.add_argument(
+        "--arms", type=one_of(ARMS), default=list(ARMS), metavar=",".join(ARMS), help="default: all"
+    )
     parser.add_argument(
         "--exceptions", type=share, default=EXCEPTIONS, help=f"share of the scales (default: {EXCEPTIONS})"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="of replaying at each point, at most (default: 1)"
+        "--seconds", type=above_zero, default=1.0, help="of replaying at each point, at most (default: 1)"
     )
-    parser.add_argument("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N")
-    parser.add_argument("--topk", type=positive, help="experts a token, if not in config.json")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="measure the layers of a checkpoint as one of N ranks holds them (default: 1)",
+    )
+    parser.add_argument("--topk", type=positive, metavar="K", help="experts a token, if not in config.json")
     parser.add_argument("--commit", help="for the record, where no git tells")
 
 
@@ -151,7 +161,11 @@ def loads(text: str) -> list[tuple[int, int, int]]:
 def _arms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="folder, or Hugging Face repository")
     parser.add_argument(
-        "--arms", type=one_of(SERVED_ARMS), default=list(SERVED_ARMS), metavar=",".join(SERVED_ARMS)
+        "--arms",
+        type=one_of(SERVED_ARMS),
+        default=list(SERVED_ARMS),
+        metavar=",".join(SERVED_ARMS),
+        help="vLLM without the plugin, with native and with compressed scales (default: all)",
     )
     parser.add_argument("--stock", metavar="CHECKPOINT", help="what stock vLLM serves (default: the same)")
     parser.add_argument("--out", type=Path, help="record (JSON), kept while it grows")
@@ -187,7 +201,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=positive, help="turns of each arm (default: 3, with --duration as many as fit)"
     )
     parser.add_argument(
-        "--duration", type=float, metavar="SECONDS", help="begin no window later; starts are counted in"
+        "--duration", type=above_zero, metavar="SECONDS", help="begin no window later; starts are counted in"
     )
     parser.add_argument(
         "--repeats", type=positive, default=1, help="windows of a load in a turn (default: 1)"
@@ -204,13 +218,22 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: both, where the checkpoint has an MTP layer",
     )
-    parser.add_argument("--speculative-tokens", type=positive, default=3, metavar="N")
     parser.add_argument(
-        "--synthetic-acceptance", type=float, metavar="L", help="tokens a verified draft yields, made up"
+        "--speculative-tokens", type=positive, default=3, metavar="N", help="drafted at a time (default: 3)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--synthetic-acceptance",
+        type=at_least_one,
+        metavar="L",
+        help="tokens a verified draft yields, made up",
+    )
+    parser.add_argument(
+        "--temperature", type=not_negative, default=0.0, metavar="T", help="of sampling (default: 0, greedy)"
+    )
     _more_flags(parser, "vllm serve")
-    parser.add_argument("--start-seconds", type=float, default=900.0, help="a start may take (default: 900)")
+    parser.add_argument(
+        "--start-seconds", type=above_zero, default=900.0, metavar="S", help="a start may take (default: 900)"
+    )
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -263,14 +286,18 @@ def _quality(parser: argparse.ArgumentParser) -> None:
         "--text", type=Path, help="file whose perplexity is measured (default: made-up tokens)"
     )
     parser.add_argument("--prompts", type=positive, default=16, metavar="N", help="to answer (default: 16)")
-    parser.add_argument("--prompt-tokens", type=positive, default=48, metavar="N", help="default: 48")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, default=48, metavar="N", help="of a prompt (default: 48)"
+    )
     parser.add_argument("--tokens", type=positive, default=32, metavar="N", help="of an answer (default: 32)")
     parser.add_argument(
         "--context", type=positive, default=256, metavar="N", help="tokens of a piece of text (default: 256)"
     )
     parser.add_argument("--pieces", type=positive, default=32, metavar="N", help="at most (default: 32)")
-    parser.add_argument("--top", type=positive, default=20, metavar="K", help="log probabilities at a place")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--top", type=positive, default=20, metavar="K", help="log probabilities at a place (default: 20)"
+    )
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the prompts (default: 0)")
     _more_flags(parser, "the engine")
 
 
@@ -309,7 +336,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
 
 def _table(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("record", type=Path)
+    parser.add_argument("record", type=Path, help="record of bench kernels")
     parser.add_argument("--figure", type=Path, help="where to draw it (default: beside the record, .svg)")
 
 
@@ -317,9 +344,11 @@ def run_table(arguments: argparse.Namespace) -> int:
     from ..bench import kernel_tables, records
 
     record = records.read(arguments.record, "kernels")
-    print(kernel_tables.markdown(record))
+    with records.whole(arguments.record):
+        table, drawn = kernel_tables.markdown(record), kernel_tables.figure(record)
+    print(table)
     figure = arguments.figure or arguments.record.with_suffix(".svg")
-    figure.write_text(kernel_tables.figure(record))
+    figure.write_text(drawn)
     return 0
 
 
@@ -332,5 +361,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from ..bench import records, serve_report
 
     before, after = (records.read(path, "serve") for path in (arguments.before, arguments.after))
-    print(serve_report.comparison(before, after))
+    with records.whole(arguments.before, arguments.after):
+        text = serve_report.comparison(before, after)
+    print(text)
     return 0

@@ -14,7 +14,9 @@ from .progress import bar, size
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="folder of an NVFP4 checkpoint")
     parser.add_argument("out", type=Path, help="new folder, or that of an interrupted conversion")
-    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="shards to work on at a time")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="shards to work on at a time (default: 1)"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

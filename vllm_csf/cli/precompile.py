@@ -18,6 +18,7 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 # Programs do not depend on it; the scratch that is printed does. Of an H200.
 MULTIPROCESSORS = 132
+RANKS = "as of the server: ranks that share a layer (default: 1)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +31,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="ARCH",
         help=f"of the GPUs: {', '.join(ARCHITECTURES)} (default: sm_90a)",
     )
-    parser.add_argument("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N")
-    parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
-    parser.add_argument("--max-num-batched-tokens", type=positive, default=8192, metavar="N")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N", help=RANKS)
+    parser.add_argument(
+        "--enable-expert-parallel",
+        "-ep",
+        action="store_true",
+        help="as of the server: ranks share out experts",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="as of the server: tokens of a step at most (default: 8192)",
+    )
     parser.add_argument("--topk", type=positive, metavar="K", help="experts a token, if not in config.json")
     parser.add_argument("--cache-dir", help="as csf_cache_dir of the server (default: the user's cache)")
     parser.add_argument("--workers", type=positive, default=8, metavar="N", help="at most (default: 8)")
+    parser.add_argument("--tuning", action="store_true", help="what a tuned start tries besides, too")
     parser.add_argument("--quiet", action="store_true", help="do not print the plans")
 
 
@@ -44,22 +57,35 @@ def run(arguments: argparse.Namespace) -> int:
     from ..kernels.compiled.cache import ProgramCache
     from ..kernels.compiled.program import CompileError
     from ..loaders.checkpoint import open_checkpoint
+    from ..loaders.errors import CheckpointError
+    from ..tuning import candidate_programs
 
     with open_checkpoint(arguments.checkpoint) as checkpoint:
-        plans = plans_of(checkpoint, arguments)
+        try:
+            plans = plans_of(checkpoint, arguments)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # an activation that nobody knows, sizes that no kernel takes
+            raise CheckpointError(f"{checkpoint.root}: {error}") from error
     if not plans:
         print(f"{arguments.checkpoint}: no experts in FP4, nothing to compile")
         return 0
     if not arguments.quiet:
         print(*plans, sep="\n", flush=True)
     cache = ProgramCache(arguments.cache_dir)
-    wanted = Build((p for plan in plans for p in plan.programs()), cache, workers=arguments.workers)
+    programs = (p for plan in plans for p in (*plan.preparation, *plan.programs()))
+    wanted = Build(programs, cache, workers=arguments.workers)
     try:
         wanted.finish()
     except CompileError as error:
         print(f"vllm-csf precompile: {error}", file=sys.stderr)
         return 1
     account = wanted.account
+    if arguments.tuning:
+        others = (p for plan in plans for p in candidate_programs(plan, wide_ids=(False, True)))
+        tried = Build(others, cache, workers=arguments.workers, optional=True)
+        tried.finish()
+        account.add(tried.account)
     print(
         f"{account.compiled} programs compiled in {account.compile_seconds:.1f} s, "
         f"{account.from_cache} were there, in {cache.folder}"
@@ -97,7 +123,7 @@ def facts_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Laye
             global_experts=layer.experts,
             hidden=layer.hidden,
             width=padded_width(layer.width, 1 if mapped else ranks),
-            topk=topk or int(_setting(checkpoint, TOPK_KEYS, "give --topk")),
+            topk=topk or _topk(checkpoint),
             activation=_activation(checkpoint),
             mapped=mapped,
         )
@@ -105,18 +131,29 @@ def facts_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Laye
     ]
 
 
+def _topk(checkpoint: Checkpoint) -> int:
+    found = _setting(checkpoint, TOPK_KEYS, "give --topk")
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"config.json has {found!r} experts a token, expected a whole number of at least 1")
+    return found
+
+
 def _activation(checkpoint: Checkpoint) -> Activation:
     from ..kernels.activation import Activation
+    from ..loaders.recipes import text_config
 
     config = checkpoint.config
-    limit = config.get("swiglu_limit", config.get("text_config", {}).get("swiglu_limit"))
+    limit = config.get("swiglu_limit", text_config(config).get("swiglu_limit"))
+    if limit is not None and not isinstance(limit, int | float):
+        raise ValueError(f"config.json has swiglu_limit {limit!r}, expected a number")
     return Activation(str(_setting(checkpoint, ACTIVATION_KEYS, "expected one")), limit=limit)
 
 
 def _setting(checkpoint: Checkpoint, keys: tuple[str, ...], otherwise: str) -> Any:
     from ..loaders.errors import CheckpointError
+    from ..loaders.recipes import text_config
 
-    for config in (checkpoint.config, checkpoint.config.get("text_config", {})):
+    for config in (checkpoint.config, text_config(checkpoint.config)):
         for key in keys:
             if config.get(key) is not None:
                 return config[key]

@@ -11,7 +11,7 @@ from .progress import bar, size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="folder of compressed experts")
     parser.add_argument("--source", type=Path, help="the checkpoint it was made from, to compare with")
     parser.add_argument(
         "--planes-only", action="store_true", help="do not check the bytes of everything but the scales"
@@ -34,7 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(
             f"{report.planes} planes, {size(report.native_bytes)} native, {size(report.compressed_bytes)} "
             f"compressed, {share:.2f} % exceptions, {report.compared} parts compared, "
-            f"{report.reproduced} files of the source reproduced: "
-            + ("sound" if report.ok else f"{len(report.findings)} findings")
+            f"{report.reproduced} files of the source reproduced: " + _verdict(len(report.findings))
         )
     return 0 if report.ok else 1
+
+
+def _verdict(findings: int) -> str:
+    return "sound" if not findings else "1 finding" if findings == 1 else f"{findings} findings"
