@@ -330,6 +330,7 @@ class WideGemm:
         at[PHASE] = (begun // self.c.stages) & 1
         at[LEFT] = k_tiles
         at[ODD] = Int32(0)
+        at[FULL_BEFORE] = at[FULL]
         at[DONE] = Int32(0)
         feed.wait(at[FULL], at[PHASE])
         return at, (words, tokens, feed.full(base, Int32(0)))
@@ -372,13 +373,14 @@ class WideGemm:
         """
         sv = self.scales(raw[8], at, scaling, lane)
         tokens = ptx.descriptors(at[TOKENS], layout.TILE_K // 16)
+        before, done = at[FULL_BEFORE], at[DONE]
+        at[DONE] = Int32(0)
         for m in cutlass.range_constexpr(2):
             # The registers of two groups ago are free; so is the stage before this one, once the first
             # group of this one is the only one left.
             warpgroup.wait_group(1)
             if cutlass.const_expr(m == 1):
-                self.feed.release_at(at[FULL_BEFORE], Uint32(at[DONE]))
-                at[DONE] = Int32(0)
+                self.feed.release_at(before, Uint32(done))
             a = self.operand([raw[m * 4 + i] for i in range(4)], sv[m])
             self.multiply(acc[m], a, tokens, width)
             if cutlass.const_expr(m == 0):

@@ -10,6 +10,7 @@ from .core import asm, struct, word
 _ROWS_OF_128_LOW = 1 << 16
 _ROWS_OF_128_HIGH = (1 << 30) | 64
 STEP = 16  # tokens by which the width of a product grows
+TRIED_FIRST = 3  # widths that are tried one after the other
 
 
 def _products(width: int, steps: int, a: int) -> str:
@@ -39,16 +40,15 @@ def _choose(low: int, high: int, steps: int, a: int) -> str:
 
 
 def _choose_widest_first(most: int, steps: int, a: int) -> str:
-    """As `_choose`; the widest, where time counts most, is reached without a jump."""
+    """As `_choose`; the widest, where time counts most, are reached with the fewest tests."""
     if most == 1:
         return _products(most, steps, a)
-    return (
-        f"setp.lt.s32 p, ${a + 5 * steps}, {most};\n@p bra.uni LESS;\n"
-        + _products(most, steps, a)
-        + "bra.uni DONE;\nLESS:\n"
-        + _choose(1, most - 1, steps, a)
-        + "DONE:\n"
-    )
+    text, width = "", most
+    while width > max(most - TRIED_FIRST, 1):
+        text += f"setp.lt.s32 p, ${a + 5 * steps}, {width};\n@p bra.uni LESS{width};\n"
+        text += _products(width, steps, a) + f"bra.uni DONE;\nLESS{width}:\n"
+        width -= 1
+    return text + _choose(1, width, steps, a) + "DONE:\n"
 
 
 @dsl_user_op
