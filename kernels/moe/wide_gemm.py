@@ -268,6 +268,7 @@ class WideGemm:
         bases, slices, starts, records, dense, alpha, row_blocks, k_tiles = weights
         expert, block, first, count, m_tile, group, warp, lane = place
         width = (count + (ptx.STEP - 1)) // ptx.STEP
+        digits = ptx.width_digits(count, c.tokens // ptx.STEP)
         acc = tuple(cute.make_rmem_tensor(c.tokens // 2, Float32) for _ in range(2))
         for part in acc:
             part.fill(0.0)
@@ -307,7 +308,7 @@ class WideGemm:
             rare[1] = Uint32(1 << 26)
             scaling = (bases2, rare, heads, queue, pending, dense_rows, any_dense)
             for _ in cutlass.range(cutlass.min(at[LEFT], Int32(layout.SLICE_TILES)), unroll=1):
-                self.step(acc, width, raw, at, ring, scaling, lane)
+                self.step(acc, digits, raw, at, ring, scaling, lane)
         self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
         self.feed.release_at(at[FULL], Uint32(lane == 0))
@@ -353,7 +354,7 @@ class WideGemm:
         return a
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, a: list, b, width: Int32):
+    def multiply(self, acc: cute.Tensor, a: list, b, width: list):
         """Issues acc + a @ b as one group."""
         size = cutlass.const_expr(cute.size(acc))
         warpgroup.fence()
@@ -363,7 +364,7 @@ class WideGemm:
 
     @cute.jit
     def step(
-        self, acc: tuple, width: Int32, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
+        self, acc: tuple, width: list, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
         lane: Int32,
     ):  # fmt: skip
         """Issues the products of a tile, 64 columns, and fetches the next one.

@@ -206,3 +206,6 @@ from .warpgroup import (
 from .warpgroup import (
     rows_descriptor as rows_descriptor,
 )
+from .warpgroup import (
+    width_digits as width_digits,
+)

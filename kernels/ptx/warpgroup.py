@@ -1,6 +1,6 @@
 """Matrix instructions of a warpgroup (sm_90a)."""
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -10,7 +10,6 @@ from .core import asm, struct, word
 _ROWS_OF_128_LOW = 1 << 16
 _ROWS_OF_128_HIGH = (1 << 30) | 64
 STEP = 16  # tokens by which the width of a product grows
-TRIED_FIRST = 3  # widths that are tried one after the other
 
 
 def _products(width: int, steps: int, a: int) -> str:
@@ -26,29 +25,20 @@ def _products(width: int, steps: int, a: int) -> str:
     return text + "wgmma.commit_group.sync.aligned;\n"
 
 
-def _choose(low: int, high: int, steps: int, a: int) -> str:
-    """Branches to the products whose width is the selector's; labels are local to the block."""
-    if low == high:
-        return _products(low, steps, a) + "bra.uni DONE;\n"
-    middle = (low + high + 1) // 2
+def _choose(low: int, high: int, digit: int, steps: int, a: int) -> str:
+    """Branches to the products of one of the widths `low` + 1 to `high`, which differ in the `digit` lower binary
+    digits of what is above `low`; labels are local to the block."""
+    if high - low == 1:
+        return _products(high, steps, a) + "bra.uni DONE;\n"
+    middle = low + (1 << (digit - 1))
+    if middle >= high:
+        return _choose(low, high, digit - 1, steps, a)
     return (
-        f"setp.ge.s32 p, ${a + 5 * steps}, {middle};\n@p bra.uni FROM{middle}_{high};\n"
-        + _choose(low, middle - 1, steps, a)
-        + f"FROM{middle}_{high}:\n"
-        + _choose(middle, high, steps, a)
+        f"@${a + 5 * steps + digit - 1} bra.uni ABOVE{middle};\n"
+        + _choose(low, middle, digit - 1, steps, a)
+        + f"ABOVE{middle}:\n"
+        + _choose(middle, high, digit - 1, steps, a)
     )
-
-
-def _choose_widest_first(most: int, steps: int, a: int) -> str:
-    """As `_choose`; the widest, where time counts most, are reached with the fewest tests."""
-    if most == 1:
-        return _products(most, steps, a)
-    text, width = "", most
-    while width > max(most - TRIED_FIRST, 1):
-        text += f"setp.lt.s32 p, ${a + 5 * steps}, {width};\n@p bra.uni LESS{width};\n"
-        text += _products(width, steps, a) + f"bra.uni DONE;\nLESS{width}:\n"
-        width -= 1
-    return text + _choose(1, width, steps, a) + "DONE:\n"
 
 
 @dsl_user_op
@@ -69,21 +59,35 @@ def descriptors(low, steps: int, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def width_digits(tokens, most: int, *, loc=None, ip=None):
+    """How many times 16 columns hold `tokens`, 1 to `most`, less one, as binary digits: predicates that are
+    found once, because each test of a number takes a loop of products some 35 cycles."""
+    digits = max(1, (most - 1).bit_length())
+    return [((Int32(tokens) - 1) & (STEP << digit)) != 0 for digit in range(digits)]
+
+
+@dsl_user_op
 def products_of_64(acc, a, b, width, most: int, *, loc=None, ip=None):
     """Issues `acc + a @ b` as one group, without waiting.
 
     acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
-    `descriptors`; `width`: how many times 16 columns to compute, 1 to `most`. One width is
-    chosen at run time, inside the block, so that all of them use the same registers.
+    `descriptors`; `width`: see `width_digits`. One width is chosen at run time, inside the block, so that all of
+    them use the same registers.
     """
     count, steps = most * STEP // 2, len(a) // 4
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
     operands += [word(v, loc, ip) for v in a]
     operands += [Int64(v).ir_value(loc=loc, ip=ip) for v in b]
-    operands += [Int32(width).ir_value(loc=loc, ip=ip)]
+    operands += [Boolean(v).ir_value(loc=loc, ip=ip) for v in width]
     first = 2 * count
-    text = "{ .reg .pred p, one;\nsetp.eq.u32 one, 1, 1;\n"
-    text += _choose_widest_first(most, steps, first) + "}"
-    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (4 * steps) + ["l"] * steps + ["r"])
+    text = "{ .reg .pred one;\nsetp.eq.u32 one, 1, 1;\n"
+    text += _choose(0, most, len(width), steps, first) + "DONE: }"
+    constraints = ",".join(
+        ["=f"] * count
+        + [str(i) for i in range(count)]
+        + ["r"] * (4 * steps)
+        + ["l"] * steps
+        + ["b"] * len(width)
+    )
     result = asm(struct(T.f32(), count), operands, text, constraints, True, loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]
