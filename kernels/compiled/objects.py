@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from .program import CompileError, Program
+
+logger = logging.getLogger("vllm.csf")
 
 # Two threads must not be inside the compiler at once: it aborts the process.
 _compiler = threading.Lock()
@@ -36,20 +40,16 @@ def compile_object(program: Program) -> bytes:
 
 
 def _export_unload(module: Any) -> None:
-    """Makes the destructor a symbol of the object. Raises LookupError where the compiler made none."""
+    """Makes the destructor a symbol of the object, where the compiler made one of that name."""
     ir: Any = importlib.import_module("cutlass._mlir.ir")
-    found = []
 
     def look(operation: Any) -> Any:
         if operation.name == "llvm.func" and operation.attributes["sym_name"].value == _UNLOAD:
             operation.attributes["linkage"] = ir.Attribute.parse("#llvm.linkage<external>")
-            found.append(operation)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         module.operation.walk(look)
-    if not found:
-        raise LookupError(f"the compiler made no {_UNLOAD}")
 
 
 class LoadedObject:
@@ -64,12 +64,29 @@ class LoadedObject:
             module = cute.runtime.load_module(path, enable_tvm_ffi=True)
         self.function: Callable = getattr(module, _SYMBOL)
         self._engine = module.engine  # what `_unload` points into
-        self._unload = ctypes.CFUNCTYPE(None)(self._engine.lookup(_EXPORTED_UNLOAD))
+        self._unload = _destructor(self._engine)
 
     def unload(self) -> None:
         """Gives the device code back, if a call has loaded it. None of its kernels may be running, and no
         graph that has them may be replayed again."""
-        self._unload()
+        if self._unload is not None:
+            self._unload()
+
+
+def _destructor(engine: Any) -> Callable[[], None] | None:
+    try:
+        address = engine.lookup(_EXPORTED_UNLOAD)
+    except Exception:
+        address = None
+    if not address:
+        _warn_of_code_that_stays()
+        return None
+    return ctypes.CFUNCTYPE(None)(address)
+
+
+@functools.cache
+def _warn_of_code_that_stays() -> None:
+    logger.warning("csf_nvfp4: this compiler's programs have no %s: their device code stays loaded", _UNLOAD)
 
 
 @contextmanager

@@ -215,9 +215,10 @@ def test_precompile_names_strange_settings(folders, tmp_path, capsys, change, sa
     shutil.copytree(folders / "csf", tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps(config | change))
-    assert cli.main(["precompile", str(tmp_path / "a")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    for command in (["precompile"], ["bench", "kernels"]):
+        assert cli.main([*command, str(tmp_path / "a")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
 def test_names_that_the_terminal_cannot_show(folders, tmp_path):

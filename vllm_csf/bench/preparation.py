@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from ..cute import CuteExecution, device_facts
-from ..kernels import reference
 from ..kernels.activation import SILU
 from ..kernels.compiled.cache import ProgramCache
 from ..kernels.reference import ExpertLayer, ScalePlanes
@@ -107,8 +106,8 @@ def measure(names: list[str], say: Callable[[str], None] = print) -> dict[str, o
     return {"machine": facts | machine.versions(), "protocol": (__doc__ or "").split("\n\n")[1], "rows": rows}
 
 
-def layer_bytes(layer: reference.ExpertLayer) -> int:
-    """That a preparation has to read and to write: weights and source scales, weights and 9/16 of a code."""
+def layer_bytes(layer: ExpertLayer) -> int:
+    """That a preparation has to read (weights, scales as they came) and to write (weights, codes)."""
     weights = layer.w13.nbytes + layer.w2.nbytes
     planes = (layer.scales13, layer.scales2)
     scales = sum(p.fixed.shape[0] * p.rows * p.cols for p in planes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .arguments import positive
@@ -57,16 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ..kernels.compiled.cache import ProgramCache
     from ..kernels.compiled.program import CompileError
     from ..loaders.checkpoint import open_checkpoint
-    from ..loaders.errors import CheckpointError
     from ..tuning import candidate_programs
 
     with open_checkpoint(arguments.checkpoint) as checkpoint:
-        try:
-            plans = plans_of(checkpoint, arguments)
-        except CheckpointError:
-            raise
-        except ValueError as error:  # an activation that nobody knows, sizes that no kernel takes
-            raise CheckpointError(f"{checkpoint.root}: {error}") from error
+        plans = plans_of(checkpoint, arguments)
     if not plans:
         print(f"{arguments.checkpoint}: no experts in FP4, nothing to compile")
         return 0
@@ -104,9 +100,9 @@ def plans_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Plan
         if not supported(one.activation):
             raise CheckpointError(f"{checkpoint.root}: {one.activation} has no kernels, nothing to compile")
     limits = Limits(arguments.max_num_batched_tokens)
-    return [
-        make_plan(geometry_of(one, arch, MULTIPROCESSORS), limits) for arch in arguments.arch for one in facts
-    ]
+    with _named(checkpoint):
+        geometries = [geometry_of(one, arch, MULTIPROCESSORS) for arch in arguments.arch for one in facts]
+        return [make_plan(geometry, limits) for geometry in geometries]
 
 
 def facts_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[LayerFacts]:
@@ -116,19 +112,35 @@ def facts_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Laye
 
     ranks = arguments.tensor_parallel_size
     mapped = arguments.enable_expert_parallel and ranks > 1
-    topk = arguments.topk
+    if not checkpoint.layers:
+        return []
+    with _named(checkpoint):
+        topk, activation = arguments.topk or _topk(checkpoint), _activation(checkpoint)
     return [
         LayerFacts(
             experts=-(-layer.experts // ranks) if mapped else layer.experts,
             global_experts=layer.experts,
             hidden=layer.hidden,
             width=padded_width(layer.width, 1 if mapped else ranks),
-            topk=topk or _topk(checkpoint),
-            activation=_activation(checkpoint),
+            topk=topk,
+            activation=activation,
             mapped=mapped,
         )
         for layer in checkpoint.layers
     ]
+
+
+@contextmanager
+def _named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raises CheckpointError for sizes or an activation that no kernel takes."""
+    from ..loaders.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.root}: {error}") from error
 
 
 def _topk(checkpoint: Checkpoint) -> int:
