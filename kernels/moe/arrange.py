@@ -1,4 +1,4 @@
-"""The first launch for many tokens: routing in the first CTAs, the tokens' columns in MMA order in the others.
+"""The first launch for many tokens: routing in some CTAs, the tokens' columns in MMA order in the others.
 
 The matrix instructions of a warpgroup read tokens from shared memory in the order of K in which the lanes
 hold the weights (see `layout`: a lane owns 16 consecutive columns). Within each 64 columns, that is word

@@ -252,6 +252,7 @@ class ExpertGemm:
                     stop = tile - slice_tile + layout.SLICE_TILES
                     if stop > tile_end:
                         stop = tile_end
+                    waiting = (heads, queue, pending)
                     any_dense = self.slices.start_slice(
                         info,
                         next_info,
@@ -280,14 +281,14 @@ class ExpertGemm:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, (heads, queue, pending), base_pairs, dense_rows, 0,
+                                        acc, xs, rows, waiting, base_pairs, dense_rows, 0,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, False,
                                     )  # fmt: skip
                         else:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, (heads, queue, pending), base_pairs, dense_rows, any_dense,
+                                        acc, xs, rows, waiting, base_pairs, dense_rows, any_dense,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, True,
                                     )  # fmt: skip
                         tile += c.chunk_tiles

@@ -34,8 +34,8 @@ class RouteConfig:
     """`capacity`: upper bound of local experts, a multiple of `threads`. `tile`: most tokens of a work tile.
     `shared_pairs`: most pairs that shared tables hold (below 65536), 0 for tables in global memory.
     `parts`: CTAs that each place a part of the pairs into global tables, after counting all of them.
-    `align`: an expert's slots start at a multiple of it. `step`: an expert's tokens are spread evenly over its
-    work tiles, in multiples of this, a divisor of `tile`; 0: all tiles but the last are full.
+    `align`: an expert's slots start at a multiple of it. `step`: an expert's tokens are spread evenly over
+    its work tiles, in multiples of this, a divisor of `tile`; 0: all tiles but the last are full.
 
     Raises ValueError for what the tables cannot hold.
     """

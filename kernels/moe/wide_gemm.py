@@ -33,9 +33,9 @@ from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
 
 THREADS = 128 * (GROUPS + 1)
-# Where a warp is in the ring: addresses of its words of the tile and (as the matrix instructions want it) of the
-# tokens; the stage's barrier and phase; tiles left; whether the tile is the second of its stage; the barrier of
-# the stage before, and whether that is still to be released by this lane.
+# Where a warp is in the ring: addresses of its words of the tile and (as the matrix instructions want it) of
+# the tokens; the stage's barrier and phase; tiles left; whether the tile is the second of its stage; the
+# barrier of the stage before, and whether that is still to be released by this lane.
 WORDS, TOKENS, FULL, PHASE, LEFT, ODD, FULL_BEFORE, DONE = range(8)
 STATE = 8
 # Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
@@ -165,8 +165,8 @@ class WideGemm:
         self, base: Int32, entries: Int64, weights: tuple, target: tuple, m_tiles: Int32,
         works: Int32, bid: Int32, grid: Int32, warp: Int32, lane: Int32,
     ):  # fmt: skip
-        """Loads that depend on each other are spread over tiles: a tile's entry is requested two tiles
-        ahead, what lies where the entry says one tile ahead, and its exceptions at the end of the one before."""
+        """Loads that depend on each other are spread over tiles: a tile's entry is requested two tiles ahead,
+        what lies where the entry says one tile ahead, and its exceptions at the end of the one before."""
         c = self.c
         bases, slices, starts, records, dense, alpha, row_blocks, k_tiles = weights
         pairs = target[0]
@@ -338,7 +338,7 @@ class WideGemm:
 
     @cute.jit
     def fetch(self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, lane: Int32):
-        """The lane's packed weights of a fragment of the tile that the warp is at; with the first, its codes."""
+        """The lane's packed weights of a fragment of the tile where the warp is; first its codes, too."""
         found = ptx.lds128(at[WORDS] + m * 512)
         for i in cutlass.range_constexpr(4):
             raw[m * 4 + i] = found[i]

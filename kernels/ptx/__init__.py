@@ -45,10 +45,10 @@ from .arithmetic import (
     prmt as prmt,
 )
 from .arithmetic import (
-    warp_or as warp_or,
+    rotate_right as rotate_right,
 )
 from .arithmetic import (
-    rotate_right as rotate_right,
+    warp_or as warp_or,
 )
 from .asynchronous import (
     bulk_load as bulk_load,

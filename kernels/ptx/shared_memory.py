@@ -161,7 +161,7 @@ store_transposed4 = _stmatrix(4)
 @dsl_user_op
 def patch_pairs(sv0, sv1, head, queue, end, bound, *, loc=None, ip=None):
     """Where `head < bound`: puts the low half of `head` into a half of `sv0` or `sv1` (its bit 25 says which
-    word, bit 24 the low half), and loads the next head from `queue`, 0xffffffff where that is not below `end`.
+    word, bit 24 the low half), and loads the next head from `queue`, 0xffffffff where that has reached `end`.
 
     Returns the new sv0, sv1, head and queue. Without branches: they cost more than what they skip.
     """

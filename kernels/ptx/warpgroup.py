@@ -26,8 +26,8 @@ def _products(width: int, steps: int, a: int) -> str:
 
 
 def _choose(low: int, high: int, digit: int, steps: int, a: int) -> str:
-    """Branches to the products of one of the widths `low` + 1 to `high`, which differ in the `digit` lower binary
-    digits of what is above `low`; labels are local to the block."""
+    """Branches to the products of one of the widths `low` + 1 to `high`, which differ in the `digit` lower
+    binary digits of what is above `low`; labels are local to the block."""
     if high - low == 1:
         return _products(high, steps, a) + "bra.uni DONE;\n"
     middle = low + (1 << (digit - 1))
@@ -71,8 +71,8 @@ def products_of_64(acc, a, b, width, most: int, *, loc=None, ip=None):
     """Issues `acc + a @ b` as one group, without waiting.
 
     acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
-    `descriptors`; `width`: see `width_digits`. One width is chosen at run time, inside the block, so that all of
-    them use the same registers.
+    `descriptors`; `width`: see `width_digits`. One width is chosen at run time, inside the block, so that all
+    of them use the same registers.
     """
     count, steps = most * STEP // 2, len(a) // 4
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
