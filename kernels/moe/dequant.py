@@ -172,11 +172,28 @@ class Dequant:
         return ptx.warp_or(found)
 
     @cute.jit
-    def patch(
+    def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
+        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. Little code, for
+        kernels that have it in many places: what is longer starts later."""
+        more = cute.arch.vote_any_sync(head < bound)
+        while more:
+            if head < bound:
+                selector = Uint32(0x3254)
+                if (head & Uint32(1 << 24)) != 0:
+                    selector = Uint32(0x5410)
+                if (head & Uint32(1 << 25)) != 0:
+                    sv1 = ptx.prmt(sv1, head, selector)
+                else:
+                    sv0 = ptx.prmt(sv0, head, selector)
+                head, queue = self.advance(queue, end)
+            more = cute.arch.vote_any_sync(head < bound)
+        return sv0, sv1, head, queue
+
+    @cute.jit
+    def patch_pending(
         self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32, pending: Uint32
     ):  # fmt: skip
-        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. To be called
-        where the tile's bit of `pending` is set."""
+        """As `patch`, with fewer instructions; to be called where the tile's bit of `pending` is set."""
         sv0, sv1, head, queue = ptx.patch_pairs(sv0, sv1, head, queue, end, bound)
         if Int32(pending) < 0:
             more = cute.arch.vote_any_sync(head < bound)

@@ -194,7 +194,6 @@ class ExpertGemm:
         exceptions = cute.make_rmem_tensor((3, blocks), Uint32)  # of the next slice
         heads = cute.make_rmem_tensor(blocks, Uint32)
         queue = cute.make_rmem_tensor((2, blocks), Int32)
-        pending = cute.make_rmem_tensor(blocks, Uint32)
         dense_rows = cute.make_rmem_tensor(blocks, Int64)
         dense_rows.fill(Int64(0))
         exceptions.fill(Uint32(0))
@@ -252,14 +251,13 @@ class ExpertGemm:
                     stop = tile - slice_tile + layout.SLICE_TILES
                     if stop > tile_end:
                         stop = tile_end
-                    waiting = (heads, queue, pending)
                     any_dense = self.slices.start_slice(
                         info,
                         next_info,
                         exceptions,
                         heads,
                         queue,
-                        pending,
+                        None,
                         dense_rows,
                         dense,
                         dense0,
@@ -281,14 +279,14 @@ class ExpertGemm:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, waiting, base_pairs, dense_rows, 0,
+                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, 0,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, False,
                                     )  # fmt: skip
                         else:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
                                 if tile + t < tile_end:
                                     self.tile_step(
-                                        acc, xs, rows, waiting, base_pairs, dense_rows, any_dense,
+                                        acc, xs, rows, heads, queue, base_pairs, dense_rows, any_dense,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, True,
                                     )  # fmt: skip
                         tile += c.chunk_tiles
@@ -383,7 +381,7 @@ class ExpertGemm:
 
     @cute.jit
     def tile_step(
-        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, waiting: tuple,
+        self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, heads: cute.Tensor, queue: cute.Tensor,
         base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, address: Int32, tile: Int32,
         tile_end: Int32, tile_next: Int32, lane: Int32, dense: cutlass.Constexpr,
     ):  # fmt: skip
@@ -409,12 +407,10 @@ class ExpertGemm:
             if cutlass.const_expr(dense):
                 if (any_dense & (1 << r)) != 0:
                     sv[0, r], sv[1, r] = self.dequant.dense_scales(at, lane, dense_rows[r], place)
-        heads, queue, pending = waiting
         for r in cutlass.range_constexpr(c.blocks):
-            if ((pending[r] >> Uint32(place)) & Uint32(1)) != 0:
-                sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
-                    sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound, pending[r]
-                )
+            sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
+                sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound
+            )
         for half in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(c.blocks):
                 for m in cutlass.range_constexpr(2):

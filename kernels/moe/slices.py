@@ -86,11 +86,11 @@ class Slices:
     @cute.jit
     def start_slice(
         self, info: cute.Tensor, next_info: cute.Tensor, exceptions: cute.Tensor, heads: cute.Tensor,
-        queue: cute.Tensor, pending: cute.Tensor, dense_rows: cute.Tensor, dense: Int64, dense0: Uint32,
+        queue: cute.Tensor, pending: cute.Tensor | None, dense_rows: cute.Tensor, dense: Int64, dense0: Uint32,
         queues: Int32, slice_tile: Int32, lane: Int32,
     ):  # fmt: skip
-        """Queues the slice's exceptions; returns a bit for each row block that is dense here. `pending`: of
-        each row block, see `Dequant.pending`."""
+        """Queues the slice's exceptions; returns a bit for each row block that is dense here. `pending`, where
+        wanted: of each row block, see `Dequant.pending`."""
         any_dense = Int32(0)
         for r in cutlass.range_constexpr(self.blocks):
             mask = next_info[0, r]
@@ -105,9 +105,12 @@ class Slices:
                 mask, further, exceptions[0, r], exceptions[1, r], exceptions[2, r],
                 queues + r * (32 * QUEUE_BYTES), lane,
             )  # fmt: skip
-            pending[r] = Uint32(0)
-            if mask != 0:
-                pending[r] = self.dequant.pending(heads[r], further, exceptions[1, r], exceptions[2, r], lane)
+            if cutlass.const_expr(pending is not None):
+                pending[r] = Uint32(0)
+                if mask != 0:
+                    pending[r] = self.dequant.pending(
+                        heads[r], further, exceptions[1, r], exceptions[2, r], lane
+                    )
             if slice_tile > 0:
                 heads[r], queue[0, r] = self.dequant.skip(
                     heads[r], queue[0, r], queue[1, r], Uint32(slice_tile) << Uint32(26)

@@ -421,7 +421,7 @@ class WideGemm:
                 inside = Int32(rare[1] >> Uint32(26)) - 1
                 sv0, sv1 = self.dequant.dense_scales(at[WORDS] - lane * 16, lane, dense_rows[0], inside)
             else:
-                sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch(
+                sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch_pending(
                     sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
                 )
         rare[0] = rare[0] >> Uint32(1)
