@@ -173,8 +173,8 @@ class Dequant:
 
     @cute.jit
     def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
-        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. Little code, for
-        kernels that have it in many places: what is longer starts later."""
+        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. Little code,
+        for kernels that have it in many places: what is longer starts later."""
         more = cute.arch.vote_any_sync(head < bound)
         while more:
             if head < bound:

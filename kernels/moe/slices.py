@@ -86,11 +86,11 @@ class Slices:
     @cute.jit
     def start_slice(
         self, info: cute.Tensor, next_info: cute.Tensor, exceptions: cute.Tensor, heads: cute.Tensor,
-        queue: cute.Tensor, pending: cute.Tensor | None, dense_rows: cute.Tensor, dense: Int64, dense0: Uint32,
-        queues: Int32, slice_tile: Int32, lane: Int32,
+        queue: cute.Tensor, pending: cute.Tensor | None, dense_rows: cute.Tensor, dense: Int64,
+        dense0: Uint32, queues: Int32, slice_tile: Int32, lane: Int32,
     ):  # fmt: skip
-        """Queues the slice's exceptions; returns a bit for each row block that is dense here. `pending`, where
-        wanted: of each row block, see `Dequant.pending`."""
+        """Queues the slice's exceptions; returns a bit for each row block that is dense here. `pending`,
+        where wanted: of each row block, see `Dequant.pending`."""
         any_dense = Int32(0)
         for r in cutlass.range_constexpr(self.blocks):
             mask = next_info[0, r]
