@@ -9,7 +9,7 @@ of `wgmma` from registers (output channels are M, tokens are N):
 `h` lies as the second product's shared memory has it: see `feed`.
 
 A persistent CTA takes tiles of 256 prepared rows of one work tile. A warpgroup of producers brings stages
-of 64 columns into a ring: weights by bulk copies, the rows of the tokens by 16-byte copies from wherever
+of 128 columns into a ring: weights and `h` by bulk copies, the rows of x by 16-byte copies from wherever
 they lie. Two warpgroups of consumers take 128 rows each: a warp owns a block of 32 rows, rebuilds its
 scales and weights in registers, and hands them to the tensor cores as two 64-row operands in turn, so
 that one is multiplied while the other is rebuilt. The consumers do not wait for each other: one stores
