@@ -55,6 +55,10 @@ class RouteConfig:
             raise ValueError(f"capacity is {self.capacity}, expected a multiple of {self.threads}")
         if not 0 < self.tile <= MOST_TILE:
             raise ValueError(f"tile is {self.tile}, expected 1 to {MOST_TILE}")
+        if self.step and (self.tile % self.step or self.step % self.align):
+            raise ValueError(
+                f"step is {self.step}, expected a divisor of tile {self.tile} and a multiple of {self.align}"
+            )
 
     @property
     def batch(self) -> int:
