@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm_csf.kernels.compiled.build import Account
+
 from vllm_csf.bench import observe
 from vllm_csf.bench.observe import Counters
 
@@ -59,6 +61,15 @@ def test_facts_of_a_log():
         "backend": "MARLIN",
         "plugin": ["csf_nvfp4: 2 expert layers, block scales 1 KiB native"],
     }
+
+
+def test_a_start_says_what_was_compiled_and_what_came_from_the_cache():
+    """As the plugin writes it, whatever stands before it."""
+    lines = [f"csf_nvfp4: {Account(compiled=c, from_cache=12 - c).line()}" for c in (5, 0)]
+    found = observe.facts("\n".join(f"(Worker pid=9) INFO 12-02 [report.py:1] {line}" for line in lines))
+    assert found == {"plugin": lines}
+    assert "5 compiled" in lines[0]
+    assert "7 from cache" in lines[0]
 
 
 def test_the_cpu_build_tells_of_weights_alone():

@@ -31,6 +31,9 @@ class World:
         self.diary: list[str] = []
         self.up: set[str] = set()
         self.most_up = 0
+        self.resident_mib: int | None = None  # of each server that is up; None: no device
+        self.clock = 0.0
+        self.start_takes = 0.0
         self.fails_at_start: set[str] = set()
         self.fails_in_window: dict[str, int] = {}
         self.interrupt_at: int | None = None
@@ -58,6 +61,8 @@ def world(monkeypatch) -> World:
             if self.name in state.fails_at_start:
                 self.stop()
                 raise ServerError("vllm serve ended with 1:\nno memory")
+            state.diary.append(f"ready {self.name}")
+            state.clock += state.start_takes
             return 12.34
 
         def stop(self) -> None:
@@ -115,7 +120,11 @@ def world(monkeypatch) -> World:
     monkeypatch.setattr(serving, "Client", Client)
     monkeypatch.setattr(serving, "has_cuda", lambda: False)
     monkeypatch.setattr(serving, "SETTLE_SECONDS", 0)
-    monkeypatch.setattr(serving.machine, "used_mib", lambda: None)
+
+    def used_mib() -> int | None:
+        return None if state.resident_mib is None else 1000 + state.resident_mib * len(state.up)
+
+    monkeypatch.setattr(serving.machine, "used_mib", used_mib)
     return state
 
 
@@ -145,6 +154,7 @@ def test_one_by_one_arms_take_turns_and_never_meet(world):
         "round": 0,
         "speculation": OFF,
         "arm": "stock",
+        "others_up": 0,
         "start_seconds": 12.3,
         "kv_tokens": 1000,
         "host_peak_mib": 3,
@@ -158,7 +168,57 @@ def test_together_every_load_meets_all_arms_before_the_next(world):
         *("stock 1", "native 1", "csf 1", "stock 4", "native 4", "csf 4"),
         *("native 1", "csf 1", "stock 1", "native 4", "csf 4", "stock 4"),
     ]
-    assert len(record["starts"]) == 3
+    assert [(start["arm"], start["others_up"]) for start in record["starts"]] == [
+        *(("stock", 0), ("native", 1), ("csf", 2)),
+    ]
+
+
+def test_together_no_server_starts_while_another_loads(world):
+    world.resident_mib = 40
+    record = measure(wanted(together=True, speculations=(OFF, MTP)))
+    starts = [f"{what} {arm.name}" for arm in ARMS for what in ("launch", "ready")]
+    stops = [f"stop {arm.name}" for arm in reversed(ARMS)]
+    assert [entry for entry in world.diary if entry.split()[0] in ("launch", "ready", "stop")] == [
+        *(*starts, *stops),
+        *(*starts, *stops),
+    ]
+    for start in record["starts"]:
+        assert (start["device_mib"], start["host_peak_mib"], start["start_seconds"]) == (40, 3, 12.3)
+
+
+def test_together_an_arm_that_does_not_start_leaves_the_rest(world):
+    world.fails_at_start.add("native")
+    world.resident_mib = 40
+    record = measure(wanted(together=True))
+    (failure,) = record["failures"]
+    assert (failure["arm"], failure["others_up"]) == ("native", 1)
+    assert [(s["arm"], s["others_up"], s["device_mib"]) for s in record["starts"]] == [
+        *(("stock", 0, 40), ("csf", 1, 40)),
+    ]
+    assert {row["arm"] for row in record["windows"]} == {"stock", "csf"}
+
+
+def test_a_server_that_dies_as_it_is_ready_did_not_start(world, monkeypatch):
+    def gone(*_: Any) -> None:
+        raise ServerError("/metrics: connection refused")
+
+    monkeypatch.setattr(serving._Session, "_facts", gone)
+    record = measure(wanted(together=True))
+    assert [failure["arm"] for failure in record["failures"]] == ["stock", "native", "csf"]
+    assert not record["starts"]
+    assert not world.up
+
+
+def test_together_no_server_starts_when_time_is_up(world, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: world.clock, sleep=lambda s: None)
+    monkeypatch.setattr(serving, "time", clock)
+    world.start_takes = 60.0
+    plan = wanted(together=True, duration=100.0, speculations=(OFF, MTP))
+    record = measure(plan)
+    assert [start["arm"] for start in record["starts"]] == ["stock", "native"]
+    assert [entry for entry in world.diary if entry.startswith("launch")] == ["launch stock", "launch native"]
+    assert not record["windows"]
+    assert not record["failures"]
 
 
 def test_a_window_is_what_client_and_server_saw(world):
@@ -254,6 +314,13 @@ def test_when_time_is_up_no_window_begins(world, monkeypatch, together):
 def test_the_report_compares_within_rounds(world):
     record = measure(wanted(together=True, rounds=3))
     text = serve_report.text(record)
+    assert "started one after the other" in text
+    starts = next(rows for title, _, rows in serve_report.tables(record) if title == "Starts")
+    assert [row[1:4] for row in starts] == [
+        ["stock", "0", "12.3"],
+        ["native", "1", "12.3"],
+        ["csf", "2", "12.3"],
+    ]
     assert "4.000 (4.000 to 4.000)" in text  # csf / stock
     assert "2.000 (2.000 to 2.000)" in text
     page = serve_report.html(record)

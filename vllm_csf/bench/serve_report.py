@@ -20,6 +20,7 @@ MEASURES = {
     "median_tpot_ms": ("TPOT ms", False),
 }
 STARTS = {
+    "others_up": "others up",
     "start_seconds": "start s",
     "load_seconds": "load s",
     "weights_gib": "weights GiB",
@@ -134,7 +135,11 @@ def notes(record: dict[str, Any]) -> list[str]:
         + f"; commit {record['commit']}; {versions}.",
         f"Checkpoint {record['checkpoint']['name']}, SHA-256 {record['checkpoint'].get('sha256', '')[:16]}.",
         f"{rounds} rounds of {settings['repeats']} windows, "
-        + ("all servers up at once" if settings["together"] else "a server at a time")
+        + (
+            "all servers up side by side, started one after the other"
+            if settings["together"]
+            else "a server at a time"
+        )
         + f", {settings['waves']} requests for each that runs at a time, temperature "
         f"{settings['temperature']:g}, no prefix caching.",
     ]

@@ -1,13 +1,15 @@
 """Measures real servers: starts them, drives them with vLLM's own client, keeps a record of every window.
 
     for each round, for each arm: start, warm up, measure every load, stop          (one by one)
-    start all arms; for each round, for each load: measure every arm in turn; stop  (together)
+    start arm after arm; for each round, for each load: measure every arm in turn; stop  (together)
 
 The arm that begins changes from round to round. `vllm-csf bench serve` runs this. The record, written anew
 after every window:
 
     {"machine": {...}, "commit": ..., "checkpoint": {...}, "settings": {...}, "skipped": {arm: reason},
      "failures": [...], "starts": [...], "windows": [...]}
+
+An entry of starts has `others_up`: how many other servers were up, idle, while this one started.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class Wanted:
 
     speculations: some of `OFF` and `MTP`; synthetic_acceptance: tokens a verified draft yields, made up;
     rounds: how often each arm has its turn; repeats: windows of a load in a turn; waves: requests of a
-    window for each that runs at a time; together: all arms' servers run side by side; duration: no window
-    begins after so many seconds.
+    window for each that runs at a time; together: all arms' servers stay up side by side; duration: no
+    window and no start begins after so many seconds.
     """
 
     checkpoint: str
@@ -163,7 +165,8 @@ class _Session:
         with Client(self.folder / "client.log", environment) as self._client:
             if self.wanted.together:
                 for speculation in self.wanted.speculations:
-                    self._together(speculation)
+                    if not self._over:
+                        self._together(speculation)
                 return
             for number in range(self.wanted.rounds):
                 if self._over:
@@ -182,15 +185,23 @@ class _Session:
         if (subject.name, speculation) in self._lost or self._over:
             return
         with contextlib.ExitStack() as stack:
-            running = self._start(stack, number, speculation, [subject])
+            one = self._start(stack, number, speculation, subject)
+            if one is None:
+                return
             for load in self.wanted.loads:
                 for repeat in range(self.wanted.repeats):
-                    for one in running:
-                        self._window(one, number, repeat, load)
+                    self._window(one, number, repeat, load)
 
     def _together(self, speculation: str) -> None:
         with contextlib.ExitStack() as stack:
-            running = self._start(stack, 0, speculation, self.wanted.subjects)
+            running: list[_Running] = []
+            for subject in self.wanted.subjects:
+                if self._over:
+                    self.say(f"{subject.name}, speculation {speculation}: not started, time is up")
+                    continue
+                one = self._start(stack, 0, speculation, subject, others_up=len(running))
+                if one is not None:
+                    running.append(one)
             for number in range(self.wanted.rounds):
                 if self._over:
                     break
@@ -202,32 +213,36 @@ class _Session:
     # ---- servers ---------------------------------------------------------------------------------
 
     def _start(
-        self, stack: contextlib.ExitStack, number: int, speculation: str, subjects: Sequence[Subject]
-    ) -> list[_Running]:
-        """Those that come up. Started at once, so that several take hardly longer than one."""
+        self,
+        stack: contextlib.ExitStack,
+        number: int,
+        speculation: str,
+        subject: Subject,
+        others_up: int = 0,
+    ) -> _Running | None:
+        """None where it does not come up. The stack stops it.
+
+        Nothing else may start meanwhile: loading takes more memory than what is kept, and what it takes is
+        told by a difference.
+        """
         before = _settled_mib()
-        launched = []
-        for subject in subjects:
-            server = self._server(subject, speculation)
-            stack.callback(server.stop)
-            server.launch()
-            launched.append(_Running(subject, speculation, server))
-        found = []
-        for one in launched:
-            where = {"round": number, "speculation": speculation, "arm": one.subject.name}
-            try:
-                seconds = one.server.wait()
-            except ServerError as error:
-                self._failed(one, error, **where)
-                continue
-            self.record["starts"].append(where | self._facts(one.server, seconds))
-            self.say(f"{one.subject.name}, speculation {speculation}: ready after {seconds:.0f} s")
-            found.append(one)
+        one = _Running(subject, speculation, self._server(subject, speculation))
+        stack.callback(one.server.stop)
+        where = {"round": number, "speculation": speculation, "arm": subject.name, "others_up": others_up}
+        one.server.launch()
+        try:
+            seconds = one.server.wait()
+            start = where | self._facts(one.server, seconds)
+        except ServerError as error:
+            self._failed(one, error, **where)
+            return None
         after = machine.used_mib()
-        if len(subjects) == 1 and found and before is not None and after is not None:
-            self.record["starts"][-1]["device_mib"] = after - before
+        if before is not None and after is not None:
+            start["device_mib"] = after - before
+        self.record["starts"].append(start)
+        self.say(f"{subject.name}, speculation {speculation}: ready after {seconds:.0f} s")
         self.keep()
-        return found
+        return one
 
     def _server(self, subject: Subject, speculation: str) -> Server:
         w, flags = self.wanted, list(subject.flags)

@@ -201,7 +201,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=positive, help="turns of each arm (default: 3, with --duration as many as fit)"
     )
     parser.add_argument(
-        "--duration", type=above_zero, metavar="SECONDS", help="begin no window later; starts are counted in"
+        "--duration", type=above_zero, metavar="SECONDS", help="begin nothing later; starts are counted in"
     )
     parser.add_argument(
         "--repeats", type=positive, default=1, help="windows of a load in a turn (default: 1)"
@@ -210,7 +210,9 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--waves", type=positive, default=4, help="requests of a window for each at a time (default: 4)"
     )
     parser.add_argument(
-        "--together", action="store_true", help="keep all arms' servers up, so that windows alternate"
+        "--together",
+        action="store_true",
+        help="start arm after arm and keep all servers up, so that windows alternate",
     )
     parser.add_argument(
         "--speculation",
