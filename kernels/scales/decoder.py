@@ -28,6 +28,9 @@ from .pieces import Pieces, Work
 from .planes import ROWS, Plane, planes_of
 from .routed import Routed, RoutedConfig
 
+# Of a CTA; with 1,024 F8_128x4 order takes longer, rows about as long (docs/results/notes.md).
+THREADS = 512
+
 KIND = Kind("expand", __name__, "DecoderConfig", "compile_decoder")
 
 
@@ -43,7 +46,7 @@ class DecoderConfig:
     order: str = ROWS
     wide_ids: bool = False
     capacity: int = 1024
-    threads: int = 1024
+    threads: int = THREADS
     pdl: bool = True
 
     @property

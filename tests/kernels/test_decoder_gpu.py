@@ -14,20 +14,23 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS = 40
 SIZES = ((320, 176), (704, 320))
+OTHER_THREADS = 1024
 ROUTES = (0, 1, 2, 7, 63, 700, 5000)
 
 
-@pytest.fixture(scope="module")
-def programs():
-    """Configuration -> program."""
-    from vllm_csf.kernels.scales.decoder import DecoderConfig, declared
+@pytest.fixture(scope="module", params=[None, OTHER_THREADS], ids=["default", str(OTHER_THREADS)])
+def programs(request):
+    """Configuration -> program. With the other number of threads each size and order has one type of ids."""
+    from vllm_csf.kernels.scales.decoder import THREADS, DecoderConfig, declared
 
+    assert THREADS != OTHER_THREADS
     arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
     configs = [
-        DecoderConfig(h, i, order, wide)
-        for h, i in SIZES
-        for order in planes.ORDERS
+        DecoderConfig(h, i, order, wide, threads=request.param or THREADS)
+        for n, (h, i) in enumerate(SIZES)
+        for m, order in enumerate(planes.ORDERS)
         for wide in (False, True)
+        if request.param is None or wide == bool((n + m) % 2)
     ]
     wanted = {config: declared(config, arch) for config in configs}
     built = Build(list(wanted.values()), ProgramCache(), owner="the tests").finish()

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, WIDTH = 220, 8192, 20480
 
 
+@pytest.mark.parametrize("threads", [None, 1024], ids=["default", "1024"])
 @pytest.mark.parametrize("order", planes.ORDERS)
-def test_last_expert_is_exact(order):
+def test_last_expert_is_exact(order, threads):
     from vllm_csf.kernels.scales import decoder
 
     shapes = planes.planes_of(HIDDEN, WIDTH, order)
@@ -26,7 +27,7 @@ def test_last_expert_is_exact(order):
     if torch.cuda.mem_get_info()[0] < need:
         pytest.skip(f"needs {need >> 30} GiB of free device memory")
     assert EXPERTS * shapes[0].nbytes > 1 << 32
-    config = decoder.DecoderConfig(HIDDEN, WIDTH, order)
+    config = decoder.DecoderConfig(HIDDEN, WIDTH, order, threads=threads or decoder.THREADS)
     arch, sms = device_facts(torch.device("cuda", torch.cuda.current_device()))
     wanted = decoder.declared(config, arch)
     program = Build([wanted], ProgramCache()).finish()[wanted]

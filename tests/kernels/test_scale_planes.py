@@ -104,3 +104,12 @@ def test_it_compiles(decoder, arch, order):
     hopper = arch in ("sm_90a", "sm_100a", "sm_120a")
     config = decoder.DecoderConfig(2560, 320, order, pdl=hopper)
     assert callable(decoder.declared(config, arch).compile())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("order", [ROWS, BLOCKED])
+def test_it_compiles_with_another_number_of_threads(decoder, arch, order):
+    config = decoder.DecoderConfig(2560, 320, order, threads=1024)
+    assert config.threads != decoder.DecoderConfig(2560, 320, order).threads
+    assert callable(decoder.declared(config, arch).compile())
