@@ -149,13 +149,16 @@ class Dequant:
         return head, queue + 4
 
     @cute.jit
-    def skip(self, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
+    def skip(self, head: Uint32, queue: Int32, end: Int32, bound: Uint32, further: Int32):
         """Drops the exceptions of tiles before the one where a warp starts."""
-        more = cute.arch.vote_any_sync(head < bound)
-        while more:
-            if head < bound:
-                head, queue = self.advance(queue, end)
+        if further > 0:
             more = cute.arch.vote_any_sync(head < bound)
+            while more:
+                if head < bound:
+                    head, queue = self.advance(queue, end)
+                more = cute.arch.vote_any_sync(head < bound)
+        elif head < bound:
+            head = Uint32(EMPTY)
         return head, queue
 
     @cute.jit
@@ -173,19 +176,11 @@ class Dequant:
 
     @cute.jit
     def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
-        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn. Little code,
-        for kernels that have it in many places: what is longer starts later."""
+        """Replaces scales that are exceptions; each lane takes its own below `bound` in turn."""
         more = cute.arch.vote_any_sync(head < bound)
         while more:
-            if head < bound:
-                selector = Uint32(0x3254)
-                if (head & Uint32(1 << 24)) != 0:
-                    selector = Uint32(0x5410)
-                if (head & Uint32(1 << 25)) != 0:
-                    sv1 = ptx.prmt(sv1, head, selector)
-                else:
-                    sv0 = ptx.prmt(sv0, head, selector)
-                head, queue = self.advance(queue, end)
+            sv0, sv1, head, after = ptx.patch_pairs(sv0, sv1, head, queue, end, bound)
+            queue = Int32(after)
             more = cute.arch.vote_any_sync(head < bound)
         return sv0, sv1, head, queue
 

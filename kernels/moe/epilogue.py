@@ -75,9 +75,10 @@ class Epilogue:
     @cute.jit
     def finish_team(
         self, acc: cute.Tensor, partial: Int32, targets: Int32, team: Int32, member: Int32, lane: Int32,
-        row: Int32, expert: Int32, count: Int32, alpha: Int64,
+        row: Int32, count: Int32, stored: tuple,
     ):  # fmt: skip
-        """`row`: the item within its expert. Every warp of the team calls this for every item."""
+        """`row`: the item within its expert; `stored`: see `stored_alphas`. Every warp of the team calls this
+        for every item."""
         c = self.c
         threads = cutlass.const_expr(32 * c.split)
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=threads)
@@ -87,7 +88,7 @@ class Epilogue:
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=threads)
         for u in cutlass.range_constexpr(c.units):
             if member == u % c.split:
-                alphas = self.alphas(alpha, expert)
+                alphas = self.alphas(stored)
                 total = [Float32(0.0) for _ in range(4)]
                 for s in cutlass.range_constexpr(c.split):
                     part = ptx.lds_f32x4(partial + (s * c.units + u) * 512 + lane * 16)
@@ -98,8 +99,8 @@ class Epilogue:
 
     @cute.jit
     def finish_run(
-        self, acc: cute.Tensor, targets: Int32, lane: Int32, row: Int32, expert: Int32, count: Int32,
-        alpha: Int64, partials: Int64, flags: Int64, worker: Int32, runs: tuple, item: Int32, a: Int32,
+        self, acc: cute.Tensor, targets: Int32, lane: Int32, row: Int32, count: Int32, stored: tuple,
+        partials: Int64, flags: Int64, worker: Int32, runs: tuple, item: Int32, a: Int32,
         b: Int32, chunks: Int32,
     ):  # fmt: skip
         """A warp with the chunks [a, b) of an item stores it, or leaves its part for the warp with the end.
@@ -119,7 +120,7 @@ class Epilogue:
         else:
             if a > 0:
                 self.add_parts(acc, partials, flags, worker, runs, item, chunks, lane)
-            alphas = self.alphas(alpha, expert)
+            alphas = self.alphas(stored)
             for u in cutlass.range_constexpr(c.units):
                 values = (acc[0, u], acc[1, u], acc[2, u], acc[3, u])
                 self.store(u, values, targets, lane, row, count, alphas)
@@ -183,13 +184,13 @@ class Epilogue:
                     ptx.stg_f32(at + 32, high * weight)
 
     @cute.jit
-    def alphas(self, alpha: Int64, expert: Int32):
+    def alphas(self, stored: tuple):
         """Global scales of rows r and r + 8 (gate and up where gated), with the products' power of two."""
-        first, second = self.stored_alphas(alpha, expert)
-        return first * Float32(PRODUCT_FACTOR), second * Float32(PRODUCT_FACTOR)
+        return stored[0] * Float32(PRODUCT_FACTOR), stored[1] * Float32(PRODUCT_FACTOR)
 
     @cute.jit
     def stored_alphas(self, alpha: Int64, expert: Int32):
+        """An expert's global scales as they are in memory, on their way."""
         if cutlass.const_expr(self.c.gated):
             first = ptx.ldg_f32(alpha + Int64(expert) * 8)
             second = ptx.ldg_f32(alpha + Int64(expert) * 8 + 4)

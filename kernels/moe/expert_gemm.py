@@ -35,7 +35,7 @@ from .stream import Stream, StreamConfig, bounds
 
 WARPS = 8
 THREADS = 32 * WARPS
-LEAST_CHUNKS = 4  # of a warp's run, where items are cut
+LEAST_TILES = 8  # of a warp's run, where items are cut
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class GemmConfig:
     wide_ids: bool = False
     mapped: bool = False
     own_pairs: int = 0  # up to so many pairs a CTA routes for itself; 0: the tables come from a launch
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tiles of K whose tokens are requested ahead of their use. A warp of a team has registers to spare,
+        and few others to hide behind while it waits."""
+        return self.chunk_tiles if self.split > 1 and self.n_tiles == 1 else 1
 
     @property
     def stream(self) -> StreamConfig:
@@ -180,11 +186,9 @@ class ExpertGemm:
             policy = ptx.evict_first_policy()
         geometry = (tiles, entries, row_blocks, tile_items, k_tiles, Int64(k_tiles) * sc.tile_bytes, policy)
         state = self.stream.begin(geometry, share)
-        for s in cutlass.range_constexpr(c.stages):
-            state = self.stream.fill(state, geometry, share, ring + s * sc.slot_bytes, bars + s * 8, lane)
 
         acc = cute.make_rmem_tensor((4, c.epilogue.units), Float32)
-        xs = cute.make_rmem_tensor((8, c.n_tiles), Uint32)
+        xs = cute.make_rmem_tensor((8 * c.tokens_ahead, c.n_tiles), Uint32)
         rows = cute.make_rmem_tensor(c.n_tiles, Int64)
         base_words = cute.make_rmem_tensor(blocks, Uint32)
         base_pairs = cute.make_rmem_tensor((2, blocks), Uint32)
@@ -200,6 +204,7 @@ class ExpertGemm:
         slot = Int32(0)
         phase = Int32(0)
         item = last
+        primed = Int32(0)
         while item >= first:
             # ---- a work tile: one expert, its tokens, those of its items that are ours
             entry = item // tile_items
@@ -208,24 +213,36 @@ class ExpertGemm:
                 low = first
             expert, first_slot, count = self.route.entry(entries, entry)
             origin = expert * row_blocks - entry * (tile_items * blocks)  # row block of item 0, were it here
+            # Requests that depend on nothing come first, before the weights: those behind them arrive late.
             start_words = ptx.ldg128(starts + Int64(expert) * 16)
             record0 = start_words[0]
             dense0 = start_words[2]
+            stored = self.epilogue.stored_alphas(alpha, expert)
             a, b = bounds(share, item)
             visit_item = item
             visit = a * c.chunk_tiles // layout.SLICE_TILES
             self.slices.load_info(next_info, slices, origin, visit_item, visit, low, k_tiles)
-            self.slices.load_exceptions(exceptions, next_info, record0, records, lane)
             visit_item, visit = self.slices.next_visit(share, visit_item, visit)
             self.slices.load_info(after_info, slices, origin, visit_item, visit, low, k_tiles)
             self.slices.load_bases(base_words, bases, origin, item, low, lane)
-            if cutlass.const_expr(c.bulk and not c.gated):
-                ptx.wait_for_predecessor()
-            first_tile = a * c.chunk_tiles
-            if a == b:
-                first_tile = Int32(0)  # a member without a part of K must not read behind the rows
-            self.token_rows(rows, x, x_stride, pairs, first_slot, count, topk, lane, first_tile)
-            self.load_tokens(xs, 0, rows)
+            span = self.span(a, b, k_tiles)
+            if cutlass.const_expr(c.gated):
+                self.token_rows(rows, x, x_stride, pairs, first_slot, count, topk, lane, span[0])
+                self.load_first_tokens(xs, rows, span)
+            if primed == 0:
+                state = self.stream.fill(state, geometry, share, ring, bars, lane)
+            self.slices.load_exceptions(exceptions, next_info, record0, records, lane)
+            if primed == 0:
+                primed = Int32(1)
+                for s in cutlass.range_constexpr(1, c.stages):
+                    state = self.stream.fill(
+                        state, geometry, share, ring + s * sc.slot_bytes, bars + s * 8, lane
+                    )
+            if cutlass.const_expr(not c.gated):
+                if cutlass.const_expr(c.bulk):
+                    ptx.wait_for_predecessor()
+                self.token_rows(rows, x, x_stride, pairs, first_slot, count, topk, lane, span[0])
+                self.load_first_tokens(xs, rows, span)
             targets = self.epilogue.targets_of(target, entry)
             if member == 0:
                 self.epilogue.write_targets(targets, pairs, router, out, out_stride, first_slot, count, lane)
@@ -281,6 +298,7 @@ class ExpertGemm:
                                     self.tile_step(
                                         acc, xs, rows, heads, queue, base_pairs, dense_rows, 0,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, False,
+                                        t, span,
                                     )  # fmt: skip
                         else:
                             for t in cutlass.range_constexpr(c.chunk_tiles):
@@ -288,6 +306,7 @@ class ExpertGemm:
                                     self.tile_step(
                                         acc, xs, rows, heads, queue, base_pairs, dense_rows, any_dense,
                                         at + t * sc.tile_bytes, tile + t, tile_end, tile_next, lane, True,
+                                        t, span,
                                     )  # fmt: skip
                         tile += c.chunk_tiles
                         cute.arch.sync_warp()
@@ -298,12 +317,10 @@ class ExpertGemm:
                             phase = phase ^ 1
                 row = here - entry * tile_items
                 if cutlass.const_expr(c.split > 1):
-                    self.epilogue.finish_team(
-                        acc, partial, targets, team, member, lane, row, expert, count, alpha
-                    )
+                    self.epilogue.finish_team(acc, partial, targets, team, member, lane, row, count, stored)
                 else:
                     self.epilogue.finish_run(
-                        acc, targets, lane, row, expert, count, alpha, partials, flags, worker, runs,
+                        acc, targets, lane, row, count, stored, partials, flags, worker, runs,
                         here, a, b, chunks,
                     )  # fmt: skip
             item = low - 1
@@ -320,8 +337,9 @@ class ExpertGemm:
             # ever waits for lower numbers, that is for CTAs that started before its own.
             total = items * chunks
             workers = grid * WARPS
-            if total < workers * LEAST_CHUNKS:
-                workers = (total + (LEAST_CHUNKS - 1)) // LEAST_CHUNKS
+            least = cutlass.const_expr(max(1, LEAST_TILES // c.chunk_tiles))
+            if total < workers * least:
+                workers = (total + (least - 1)) // least
             active = (workers + grid - 1) // grid
             worker = bid * active + warp
             first = Int32(0)
@@ -370,12 +388,35 @@ class ExpertGemm:
             rows[j] = x + Int64(row) * (Int64(x_stride) * 2) + Int64(tile * 128 + lane % 4 * 32)
 
     @cute.jit
-    def load_tokens(self, xs: cute.Tensor, half: cutlass.Constexpr, rows: cute.Tensor):
-        """Eight of the lane's 16 columns: the B fragments of two steps."""
+    def load_tokens(self, xs: cute.Tensor, half: cutlass.Constexpr, rows: cute.Tensor, offset=0, slot=0):
+        """Eight of the lane's 16 columns: the B fragments of two steps. `offset`: bytes from where `rows`
+        point; `slot`: which of the tiles kept ahead."""
         for j in cutlass.range_constexpr(self.c.n_tiles):
-            words = ptx.ldg128(rows[j] + half * 16)
+            words = ptx.ldg128(rows[j] + (offset + half * 16))
             for i in cutlass.range_constexpr(4):
-                xs[half * 4 + i, j] = words[i]
+                xs[slot * 8 + half * 4 + i, j] = words[i]
+
+    @cute.jit
+    def span(self, a: Int32, b: Int32, k_tiles: Int32):
+        """First tile and number of tiles of a warp's chunks [a, b) of an item; no chunks are tile 0: a member
+        without a part of K must not read behind the rows."""
+        first = a * self.c.chunk_tiles
+        tiles = cutlass.min(b * self.c.chunk_tiles, k_tiles) - first
+        if a == b:
+            first = Int32(0)
+            tiles = Int32(1)
+        return first, tiles
+
+    @cute.jit
+    def load_first_tokens(self, xs: cute.Tensor, rows: cute.Tensor, span: tuple):
+        """What `tile_step` expects to be under way when the work tile begins."""
+        if cutlass.const_expr(self.c.tokens_ahead == 1):
+            self.load_tokens(xs, 0, rows)
+        else:
+            for t in cutlass.range_constexpr(self.c.tokens_ahead):
+                offset = cutlass.min(Int32(t), span[1] - 1) * 128
+                for half in cutlass.range_constexpr(2):
+                    self.load_tokens(xs, half, rows, offset, t)
 
     # ---- the product -----------------------------------------------------------------------------
 
@@ -383,30 +424,41 @@ class ExpertGemm:
     def tile_step(
         self, acc: cute.Tensor, xs: cute.Tensor, rows: cute.Tensor, heads: cute.Tensor, queue: cute.Tensor,
         base_pairs: cute.Tensor, dense_rows: cute.Tensor, any_dense: Int32, address: Int32, tile: Int32,
-        tile_end: Int32, tile_next: Int32, lane: Int32, dense: cutlass.Constexpr,
+        tile_end: Int32, tile_next: Int32, lane: Int32, dense: cutlass.Constexpr, place: cutlass.Constexpr,
+        span: tuple,
     ):  # fmt: skip
         """acc += the item's tiles at one place along K times the tokens there.
 
         On entry the first half of the tokens' columns is in `xs` or on its way; asked for here are the
-        second half, and the first half of the tile that comes next, be it the next item's.
+        second half, and the first half of the tile that comes next, be it the next item's. Where tiles are
+        kept ahead, `place` (of the tile in its chunk) is where this one is kept, and what is asked for is the
+        tile that is kept there next: a chunk further, or in the next item, which a team cuts as this one.
         """
         c = self.c
         block_stride = cutlass.const_expr(c.chunk_tiles * c.stream.tile_bytes)
-        self.load_tokens(xs, 1, rows)
-        step = Int32(128)
-        if tile + 1 == tile_end:
-            step = (tile_next - tile) * 128
-        for j in cutlass.range_constexpr(c.n_tiles):
-            rows[j] = rows[j] + Int64(step)
+        slot = cutlass.const_expr(place if c.tokens_ahead > 1 else 0)
+        further = Int32(0)
+        if cutlass.const_expr(c.tokens_ahead == 1):
+            self.load_tokens(xs, 1, rows)
+            step = Int32(128)
+            if tile + 1 == tile_end:
+                step = (tile_next - tile) * 128
+            for j in cutlass.range_constexpr(c.n_tiles):
+                rows[j] = rows[j] + Int64(step)
+        else:
+            further = tile - span[0] + c.tokens_ahead
+            if further >= span[1]:
+                further = cutlass.min(Int32(place), span[1] - 1)
+            further = further * 128
         sv = cute.make_rmem_tensor((2, c.blocks), Uint32)
-        place = tile % layout.SLICE_TILES
-        bound = Uint32(place + 1) << Uint32(26)
+        inside = tile % layout.SLICE_TILES
+        bound = Uint32(inside + 1) << Uint32(26)
         for r in cutlass.range_constexpr(c.blocks):
             at = address + r * block_stride
             sv[0, r], sv[1, r] = self.dequant.scales(at, base_pairs[0, r], base_pairs[1, r], lane)
             if cutlass.const_expr(dense):
                 if (any_dense & (1 << r)) != 0:
-                    sv[0, r], sv[1, r] = self.dequant.dense_scales(at, lane, dense_rows[r], place)
+                    sv[0, r], sv[1, r] = self.dequant.dense_scales(at, lane, dense_rows[r], inside)
         for r in cutlass.range_constexpr(c.blocks):
             sv[0, r], sv[1, r], heads[r], queue[0, r] = self.dequant.patch(
                 sv[0, r], sv[1, r], heads[r], queue[0, r], queue[1, r], bound
@@ -415,14 +467,16 @@ class ExpertGemm:
             for r in cutlass.range_constexpr(c.blocks):
                 for m in cutlass.range_constexpr(2):
                     words = ptx.lds64(address + r * block_stride + m * 512 + half * 8 + lane * 16)
-                    self.multiply(acc, xs, (r * 2 + m) * c.n_tiles, half, words, sv[m, r])
-            if cutlass.const_expr(half == 0):
+                    self.multiply(acc, xs, (r * 2 + m) * c.n_tiles, half, words, sv[m, r], slot)
+            if cutlass.const_expr(c.tokens_ahead > 1):
+                self.load_tokens(xs, half, rows, further, slot)
+            elif cutlass.const_expr(half == 0):
                 self.load_tokens(xs, 0, rows)
 
     @cute.jit
     def multiply(
         self, acc: cute.Tensor, xs: cute.Tensor, unit: cutlass.Constexpr, half: cutlass.Constexpr,
-        words: tuple, scale: Uint32,
+        words: tuple, scale: Uint32, slot: cutlass.Constexpr,
     ):  # fmt: skip
         """Two steps (16 columns each) of one fragment against all tokens."""
         for s in cutlass.range_constexpr(2):
@@ -430,7 +484,7 @@ class ExpertGemm:
             for j in cutlass.range_constexpr(self.c.n_tiles):
                 u = unit + j
                 before = (acc[0, u], acc[1, u], acc[2, u], acc[3, u])
-                k = half * 4 + s * 2
+                k = slot * 8 + half * 4 + s * 2
                 after = ptx.mma_m16n8k16(before, a, (xs[k, j], xs[k + 1, j]))
                 for i in cutlass.range_constexpr(4):
                     acc[i, u] = after[i]

@@ -20,6 +20,7 @@ from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
 TEAM_PAIRS = 16
+LANES = 32  # where so many pairs are the most, a warp of each CTA routes alone
 # A call with more tokens runs in pieces, so that its workspace stays bounded.
 CHUNK_TOKENS = 1024
 WIDE_CHUNK_TOKENS = 8192
@@ -150,10 +151,10 @@ def decode_choices(g: Geometry) -> list[Choice]:
         )
 
     own, narrow = OWN_PAIRS // g.topk, _until(g, 4.5)
+    few = max(1, TEAM_PAIRS // g.topk)
+    team_own = LANES if few * g.topk <= LANES else OWN_PAIRS
     found: list[Choice] = [
-        DecodeChoice(
-            max(1, TEAM_PAIRS // g.topk), two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), OWN_PAIRS
-        ),
+        DecodeChoice(few, two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), team_own),
         run(min(own, narrow), 1, True),
     ]
     if narrow > own:

@@ -61,9 +61,16 @@ class RouteConfig:
             )
 
     @property
+    def one_warp(self) -> bool:
+        """Whether a warp routes alone, a pair in each lane."""
+        return 0 < self.shared_pairs <= 32
+
+    @property
     def batch(self) -> int:
-        """Pairs that a thread looks up at a time, with tables in global memory."""
-        return 8
+        """Pairs that a thread looks up at a time: all of its own, where tables lie in shared memory."""
+        if self.one_warp:
+            return 1
+        return -(-self.shared_pairs // self.threads) if self.shared else 8
 
     @property
     def shared(self) -> bool:
@@ -88,6 +95,8 @@ class RouteConfig:
     @property
     def scratch_bytes(self) -> int:
         """Shared memory while routing: counters, the warps' totals, unordered pairs."""
+        if self.one_warp:
+            return 0
         return 4 * (self.counters + self.threads // 32 + self.shared_pairs)
 
 
@@ -141,12 +150,23 @@ class Route:
 
         `part`: which part of the pairs this CTA places.
         """
+        if cutlass.const_expr(self.c.one_warp):
+            if tid < 32:
+                self.build_by_warp(inputs, entries, pairs, tid)
+        else:
+            self.build_by_all(inputs, scratch, entries, pairs, tid, part)
+
+    @cute.jit
+    def build_by_all(self, inputs: tuple, scratch: Int32, entries, pairs, tid: Int32, part: Int32):
         c = self.c
+        if cutlass.const_expr(c.shared):
+            # Requested once, while counters are cleared: ids come from far away.
+            found = self.local_experts(tid, c.threads, inputs)
         for i in cutlass.range_constexpr(c.counters // c.threads):
             ptx.sts32(scratch + (i * c.threads + tid) * 4, Uint32(0))
         cute.arch.sync_threads()
         if cutlass.const_expr(c.shared):
-            self.count_pairs(inputs, scratch, tid)
+            self.count_pairs(found, scratch)
         else:
             self.count_runs(inputs, scratch, tid, part)
             if cutlass.const_expr(c.parts > 1):
@@ -155,9 +175,42 @@ class Route:
         self.put_entries(scratch, entries, tid, part)
         cute.arch.sync_threads()
         if cutlass.const_expr(c.shared):
-            self.place_pairs(inputs, scratch, pairs, tid)
+            self.place_pairs(found, scratch, pairs, tid)
         else:
             self.place_runs(inputs, scratch, pairs, tid, part)
+
+    @cute.jit
+    def build_by_warp(self, inputs: tuple, entries, pairs, lane: Int32):
+        """The tables of so few pairs that each lane has one; nobody waits for other warps."""
+        c = self.c
+        (expert,) = self.local_experts(lane, 32, inputs)
+        key = Uint32(0x7FFFFF)  # sorts behind all experts
+        if expert >= 0:
+            key = Uint32(expert)
+        equal = ptx.match_any(key)
+        mine = Int32(cute.arch.popc(equal))
+        before = Int32(cute.arch.popc(equal & ((Uint32(1) << Uint32(lane)) - Uint32(1))))
+        tiles = Int32(0)  # of the expert, in the lane of its first pair
+        if expert >= 0 and before == 0:
+            tiles = (mine + (c.tile - 1)) // c.tile
+        first = Int32(0)
+        tile = Int32(0)
+        all_tiles = Int32(0)
+        word = key << Uint32(8) | Uint32(tiles)
+        for other in cutlass.range(cutlass.min(inputs[1], Int32(32)), unroll=1):
+            theirs = Uint32(cute.arch.shuffle_sync(word, other))
+            size = Int32(theirs & Uint32(255))
+            all_tiles += size
+            if (theirs >> Uint32(8)) < key:
+                first += 1
+                tile += size
+        if expert >= 0:
+            ptx.sts32(pairs + (first + before) * 4, Uint32(lane))
+        for t in cutlass.range(tiles, unroll=1):
+            size = cutlass.min(mine - t * c.tile, Int32(c.tile))
+            self.put2(entries, 1 + tile + t, Uint32(expert), Uint32((first + t * c.tile) << 8 | size))
+        if lane == 0:
+            self.put2(entries, Int32(0), Uint32(all_tiles), Uint32(0))
 
     @cute.jit
     def put_entries(self, scratch: Int32, entries, tid: Int32, part: Int32):
@@ -293,28 +346,25 @@ class Route:
     # ---- tables in shared memory: in any order first ---------------------------------------------
 
     @cute.jit
-    def count_pairs(self, inputs: tuple, scratch: Int32, tid: Int32):
-        ids, count, expert_map, global_experts, experts = inputs
-        for p in cutlass.range(tid, count, self.c.threads, unroll=1):
-            e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            if e >= 0:
-                ptx.atom_add_shared(scratch + e * 4, Uint32(1))
+    def count_pairs(self, found: list, scratch: Int32):
+        """`found`: the experts of this thread's pairs, see `local_experts`."""
+        for i in cutlass.range_constexpr(len(found)):
+            if found[i] >= 0:
+                ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1))
 
     @cute.jit
-    def place_pairs(self, inputs: tuple, scratch: Int32, pairs, tid: Int32):
+    def place_pairs(self, found: list, scratch: Int32, pairs, tid: Int32):
         c = self.c
-        ids, count, expert_map, global_experts, experts = inputs
         unordered = scratch + (c.counters + c.threads // 32) * 4
-        for p in cutlass.range(tid, count, c.threads, unroll=1):
-            e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            if e >= 0:
-                slot = Int32(ptx.atom_add_shared(scratch + e * 4, Uint32(1)))
-                ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(p))
+        for i in cutlass.range_constexpr(len(found)):
+            if found[i] >= 0:
+                slot = Int32(ptx.atom_add_shared(scratch + found[i] * 4, Uint32(1)))
+                ptx.sts32(unordered + (slot & 0xFFFF) * 4, Uint32(tid + i * c.threads))
         cute.arch.sync_threads()
-        for p in cutlass.range(tid, count, c.threads, unroll=1):
-            e = self.local_expert(ids, p, expert_map, global_experts, experts)
-            if e >= 0:
-                self.place(p, Int32(ptx.lds32(scratch + e * 4)), unordered, pairs)
+        for i in cutlass.range_constexpr(len(found)):
+            if found[i] >= 0:
+                pair = tid + i * c.threads
+                self.place(pair, Int32(ptx.lds32(scratch + found[i] * 4)), unordered, pairs)
 
     @cute.jit
     def place(self, pair: Int32, cursor: Int32, unordered: Int32, pairs: Int32):

@@ -113,6 +113,6 @@ class Slices:
                     )
             if slice_tile > 0:
                 heads[r], queue[0, r] = self.dequant.skip(
-                    heads[r], queue[0, r], queue[1, r], Uint32(slice_tile) << Uint32(26)
+                    heads[r], queue[0, r], queue[1, r], Uint32(slice_tile) << Uint32(26), further
                 )
         return any_dense
