@@ -16,7 +16,7 @@ that one is multiplied while the other is rebuilt. The consumers do not wait for
 its results while the other still multiplies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .. import layout, ptx
 from ..activation import SILU, Activation
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BARRIERS, BLOCKS, DEPTH, GROUPS, ROWS, Feed, FeedConfig
+from .feed import BARRIERS, DEPTH, GROUPS, ROWS, TOKEN_BYTES, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
@@ -38,6 +38,8 @@ THREADS = 128 * (GROUPS + 1)
 # barrier of the stage before, and whether that is still to be released by this lane.
 WORDS, TOKENS, FULL, PHASE, LEFT, ODD, FULL_BEFORE, DONE = range(8)
 STATE = 8
+FRAGMENT_BYTES = layout.WEIGHT_BYTES // 2  # of a tile's weights
+STEP_UNITS = ptx.STEP * TOKEN_BYTES // 16  # by which a descriptor grows for so many tokens as a width's step
 # Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
 # most what the CTA starts with, which is 168 and 80 a thread.
 REGISTERS = {1: (224, 56), 2: (104, 24)}
@@ -48,7 +50,10 @@ SHARED_BYTES = {1: 232448 - 1024, 2: 233472 // 2 - 2048}
 @dataclass(frozen=True)
 class WideConfig:
     """What one compiled program of this kernel depends on. `tokens`: most of a work tile; `per_sm`: CTAs that
-    share a multiprocessor."""
+    share a multiprocessor; `fragments`: of 16 rows that a warp takes, 1 or 2.
+
+    Raises ValueError where `tokens` cannot be halved into steps of 16 although a warp has one fragment.
+    """
 
     gated: bool
     native: bool
@@ -60,6 +65,14 @@ class WideConfig:
     capacity: int = 1024
     wide_ids: bool = False
     mapped: bool = False
+    fragments: int = 2
+
+    def __post_init__(self) -> None:
+        step = ptx.STEP * (3 - self.fragments)
+        if self.tokens % step:
+            raise ValueError(
+                f"tokens is {self.tokens}, expected a multiple of {step} for fragments {self.fragments}"
+            )
 
     @property
     def route(self) -> RouteConfig:
@@ -69,17 +82,18 @@ class WideConfig:
 
     @property
     def feed(self) -> FeedConfig:
-        return FeedConfig(self.gated, self.native, self.topk, self.tokens, self.stages)
+        return FeedConfig(self.gated, self.native, self.topk, self.tokens, self.stages, self.fragments)
 
     @property
     def epilogue(self) -> WideEpilogueConfig:
         """Stages as many tokens at a time as there is room for."""
+        whole = WideEpilogueConfig(self.gated, self.tokens, self.tokens, self.activation, self.fragments)
+        least = max(16, whole.tokens_at_once)
         for parts in range(1, self.tokens // 16 + 1):
-            staged = self.tokens // parts
-            if self.tokens % parts == 0 and staged % 16 == 0:
-                found = WideEpilogueConfig(self.gated, self.tokens, staged, self.activation)
-                if self.ring_bytes + GROUPS * found.shared_bytes <= SHARED_BYTES[self.per_sm]:
-                    return found
+            staged = -(-self.tokens // (parts * least)) * least
+            found = replace(whole, staged=min(staged, self.tokens))
+            if self.ring_bytes + GROUPS * found.shared_bytes <= SHARED_BYTES[self.per_sm]:
+                return found
         raise ValueError(f"{self} needs more than {SHARED_BYTES[self.per_sm]} bytes of shared memory")
 
     @property
@@ -139,7 +153,7 @@ class WideGemm:
             ptx.wait_for_predecessor()
         ptx.dependents_may_start()
 
-        m_tiles = (row_blocks + (BLOCKS - 1)) // BLOCKS
+        m_tiles = (row_blocks + (c.feed.blocks - 1)) // c.feed.blocks
         works = self.route.count(entries)
         total = works * m_tiles
         if warp >= 4 * GROUPS:
@@ -193,10 +207,10 @@ class WideGemm:
             word = next_word
             next_word = self.route.request(entries, after_entry, works, lane)
             self.look_ahead(ahead, weights, pairs, word, next_m, warp, lane)
-            block = m_tile * BLOCKS + warp
+            block = m_tile * c.feed.blocks + self.share(warp)[0]
             if block >= row_blocks:
                 block = Int32(-1)
-            if m_tile * BLOCKS + group * 4 < row_blocks:
+            if m_tile * c.feed.blocks + self.share(group * 4)[0] < row_blocks:
                 place = (expert, block, first, count, m_tile, group, warp, lane)
                 self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
@@ -205,6 +219,19 @@ class WideGemm:
             begun += stages
             entry, m_tile = next_entry, next_m
             next_entry, next_m = after_entry, after_m
+
+    @cute.jit
+    def share(self, warp: Int32):
+        """A warp's row block of the CTA's, and where it has only one fragment of that, which one.
+
+        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
+        of two are more bytes of y in a row.
+        """
+        if cutlass.const_expr(self.c.fragments == 2):
+            return warp, Int32(0)
+        if cutlass.const_expr(self.c.gated):
+            return warp % 4, warp // 4
+        return warp // 2, warp % 2
 
     @cute.jit
     def further(self, entry: Int32, m_tile: Int32, stride: tuple):
@@ -247,7 +274,7 @@ class WideGemm:
         origins.fill(Uint32(0))
         tokens.fill(Int32(0))
         expert, first, count = self.route.received(word)
-        block = m_tile * BLOCKS + warp
+        block = m_tile * self.c.feed.blocks + self.share(warp)[0]
         if cutlass.const_expr(not self.c.gated):
             if expert >= 0:
                 self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
@@ -269,7 +296,7 @@ class WideGemm:
         expert, block, first, count, m_tile, group, warp, lane = place
         width = (count + (ptx.STEP - 1)) // ptx.STEP
         digits = ptx.width_digits(count, c.tokens // ptx.STEP)
-        acc = tuple(cute.make_rmem_tensor(c.tokens // 2, Float32) for _ in range(2))
+        acc = tuple(cute.make_rmem_tensor(c.tokens * c.fragments // 4, Float32) for _ in range(2))
         for part in acc:
             part.fill(0.0)
         info, base_words, exceptions, word, tokens = now
@@ -277,6 +304,7 @@ class WideGemm:
         dense0 = Uint32(cute.arch.shuffle_sync(word[0], 2))
         addressed = self.epilogue.address(target, tokens, first, count, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
+        fragment = self.share(warp)[1]
         bases2 = self.dequant.base_pairs(base_words[0])
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
@@ -286,15 +314,20 @@ class WideGemm:
         dense_rows.fill(Int64(0))
         origin = expert * row_blocks
         self.slices.load_info(next_info, slices, origin, block, Int32(1), Int32(0), k_tiles)
-        raw = cute.make_rmem_tensor(9, Uint32)
+        raw = cute.make_rmem_tensor(4 * c.fragments + 1, Uint32)
         at, ring = self.enter(base, begun, k_tiles, warp, lane)
-        for m in cutlass.range_constexpr(2):
-            self.fetch(raw, at, m, lane)
+        for m in cutlass.range_constexpr(c.fragments):
+            self.fetch(raw, at, m, fragment, lane)
+        one = None
+        if cutlass.const_expr(c.fragments == 1):
+            base2 = Uint32(cutlass.select_(fragment == 0, bases2[0], bases2[1]))
+            split = ptx.here(self.dequant.split(fragment))
+            one = (fragment, split, base2, ptx.shares(width, 2)[0] * STEP_UNITS)
         visit = Int32(2)
         while at[LEFT] > 0:
             any_dense = self.slices.start_slice(
                 info, info, exceptions, heads, queue, pending, dense_rows, dense, dense0, queues,
-                Int32(0), lane,
+                Int32(0), lane, fragment if c.fragments == 1 else None,
             )  # fmt: skip
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
@@ -308,7 +341,10 @@ class WideGemm:
             rare[1] = Uint32(1 << 26)
             scaling = (bases2, rare, heads, queue, pending, dense_rows, any_dense)
             for _ in cutlass.range(cutlass.min(at[LEFT], Int32(layout.SLICE_TILES)), unroll=1):
-                self.step(acc, digits, raw, at, ring, scaling, lane)
+                if cutlass.const_expr(c.fragments == 2):
+                    self.step(acc, digits, raw, at, ring, scaling, lane)
+                else:
+                    self.step_of_one(acc, digits, raw, at, ring, scaling, one, lane)
         self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
         self.feed.release_at(at[FULL], Uint32(lane == 0))
@@ -322,7 +358,8 @@ class WideGemm:
         and where the ring begins and ends."""
         feed = self.feed
         slot = begun % self.c.stages
-        words = feed.weights(base, Int32(0), warp) + lane * 16
+        block, fragment = self.share(warp)
+        words = feed.weights(base, Int32(0), block) + (fragment * FRAGMENT_BYTES + lane * 16)
         tokens = Int32(ptx.rows_descriptor(feed.token_rows(base, Int32(0), 0)))
         at = cute.make_rmem_tensor(STATE, Int32)
         at[WORDS] = words + slot * self.c.feed.weight_bytes
@@ -337,13 +374,20 @@ class WideGemm:
         return at, (words, tokens, feed.full(base, Int32(0)))
 
     @cute.jit
-    def fetch(self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, lane: Int32):
+    def fetch(
+        self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, fragment: Int32, lane: Int32
+    ):
         """The lane's packed weights of a fragment of the tile where the warp is; first its codes, too."""
-        found = ptx.lds128(at[WORDS] + m * 512)
+        found = ptx.lds128(at[WORDS] + m * FRAGMENT_BYTES)
         for i in cutlass.range_constexpr(4):
             raw[m * 4 + i] = found[i]
         if cutlass.const_expr(m == 0):
-            raw[8] = self.dequant.codes(at[WORDS] - lane * 16, lane)
+            raw[4 * self.c.fragments] = self.dequant.codes(self.tile_at(at, fragment, lane), lane)
+
+    @cute.jit
+    def tile_at(self, at: cute.Tensor, fragment: Int32, lane: Int32):
+        """Where the tile begins whose words the warp has."""
+        return at[WORDS] - (fragment * FRAGMENT_BYTES + lane * 16)
 
     @cute.jit
     def operand(self, words: list, scale: Uint32):
@@ -354,13 +398,15 @@ class WideGemm:
         return a
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, a: list, b, width: list):
-        """Issues acc + a @ b as one group."""
-        size = cutlass.const_expr(cute.size(acc))
+    def multiply(self, accs: tuple, a: list, bs: list, width: list):
+        """Issues acc + a @ b of each accumulator and its b, as one group."""
+        size = cutlass.const_expr(cute.size(accs[0]))
+        values = [[acc[i] for i in range(size)] for acc in accs]
         warpgroup.fence()
-        after = ptx.products_of_64([acc[i] for i in range(size)], a, b, width, self.c.tokens // ptx.STEP)
-        for i in cutlass.range_constexpr(size):
-            acc[i] = after[i]
+        after = ptx.products_of_64(values, a, bs, width, self.c.tokens // ptx.STEP)
+        for acc, new in zip(accs, after, strict=True):
+            for i in cutlass.range_constexpr(size):
+                acc[i] = new[i]
 
     @cute.jit
     def step(
@@ -372,7 +418,7 @@ class WideGemm:
         This is the only place where products are issued: ptxas gives every place registers of its own.
         Few instructions count more here than anything else.
         """
-        sv = self.scales(raw[8], at, scaling, lane)
+        sv = self.scales(raw[8], at, scaling, Int32(0), lane)
         tokens = ptx.descriptors(at[TOKENS], layout.TILE_K // 16)
         before, done = at[FULL_BEFORE], at[DONE]
         at[DONE] = Int32(0)
@@ -383,10 +429,34 @@ class WideGemm:
             if cutlass.const_expr(m == 1):
                 self.feed.release_at(before, Uint32(done))
             a = self.operand([raw[m * 4 + i] for i in range(4)], sv[m])
-            self.multiply(acc[m], a, tokens, width)
+            self.multiply((acc[m],), a, [tokens], width)
             if cutlass.const_expr(m == 0):
                 self.advance(at, ring, lane)
-            self.fetch(raw, at, m, lane)
+            self.fetch(raw, at, m, Int32(0), lane)
+
+    @cute.jit
+    def step_of_one(
+        self, acc: tuple, width: list, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
+        one: tuple, lane: Int32,
+    ):  # fmt: skip
+        """As `step`, of one fragment a warp, whose operand both accumulators take, for half of the tokens each.
+
+        The products of the tile before read their operand while this one's weights are taken apart; only
+        the multiplications with the scales, which write the operand's registers, wait for them.
+        """
+        fragment, split, base, second = one
+        # Before the branch to exceptions: ptxas moves what stands right before the wait behind it.
+        values = ptx.here([self.dequant.values(raw[i // 4], i % 4) for i in range(16)])
+        sv = self.scales_of_one(raw[4], at, scaling, one, lane)
+        tokens = [ptx.descriptors(first, layout.TILE_K // 16) for first in (at[TOKENS], at[TOKENS] + second)]
+        before, done = at[FULL_BEFORE], at[DONE]
+        at[DONE] = Int32(0)
+        warpgroup.wait_group(0)
+        self.feed.release_at(before, Uint32(done))
+        a = [self.dequant.scaled(value, sv, i % 4) for i, value in enumerate(values)]
+        self.multiply(acc, a, tokens, width)
+        self.advance(at, ring, lane)
+        self.fetch(raw, at, 0, fragment, lane)
 
     @cute.jit
     def advance(self, at: cute.Tensor, ring: tuple, lane: Int32):
@@ -412,18 +482,38 @@ class WideGemm:
             self.feed.wait(at[FULL], at[PHASE])
 
     @cute.jit
-    def scales(self, codes: Uint32, at: cute.Tensor, scaling: tuple, lane: Int32):
+    def scales(self, codes: Uint32, at: cute.Tensor, scaling: tuple, fragment: Int32, lane: Int32):
         """The lane's scales of a tile: bf16 pairs of its two fragments."""
-        bases2, rare, heads, queue, pending, dense_rows, any_dense = scaling
+        bases2, rare = scaling[:2]
         sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
         if (rare[0] & Uint32(1)) != 0:
-            if any_dense != 0:
-                inside = Int32(rare[1] >> Uint32(26)) - 1
-                sv0, sv1 = self.dequant.dense_scales(at[WORDS] - lane * 16, lane, dense_rows[0], inside)
-            else:
-                sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch_pending(
-                    sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
-                )
+            sv0, sv1 = self.rare_scales(sv0, sv1, self.tile_at(at, fragment, lane), scaling, lane)
         rare[0] = rare[0] >> Uint32(1)
         rare[1] = rare[1] + Uint32(1 << 26)
+        return sv0, sv1
+
+    @cute.jit
+    def scales_of_one(self, codes: Uint32, at: cute.Tensor, scaling: tuple, one: tuple, lane: Int32):
+        """As `scales`, of one fragment: `one` says which."""
+        fragment, split, base, _ = one
+        rare = scaling[1]
+        own = self.dequant.scales_of_one(codes, split, base)
+        if (rare[0] & Uint32(1)) != 0:
+            sv0, sv1 = self.rare_scales(own, own, self.tile_at(at, fragment, lane), scaling, lane)
+            own = Uint32(cutlass.select_(fragment == 0, sv0, sv1))
+        rare[0] = rare[0] >> Uint32(1)
+        rare[1] = rare[1] + Uint32(1 << 26)
+        return own
+
+    @cute.jit
+    def rare_scales(self, sv0: Uint32, sv1: Uint32, address: Int32, scaling: tuple, lane: Int32):
+        """The scales of a tile that has exceptions, or keeps whole bytes."""
+        _, rare, heads, queue, pending, dense_rows, any_dense = scaling
+        if any_dense != 0:
+            inside = Int32(rare[1] >> Uint32(26)) - 1
+            sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
+        else:
+            sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch_pending(
+                sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
+            )
         return sv0, sv1
