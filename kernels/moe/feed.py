@@ -98,6 +98,19 @@ class Feed:
         return self.full(base, slot) + 8
 
     @cute.jit
+    def share(self, warp: Int32):
+        """A warp's row block of the CTA's, and where it has only one fragment of that, which one.
+
+        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
+        of two are more bytes of y in a row.
+        """
+        if cutlass.const_expr(self.c.fragments == 2):
+            return warp, Int32(0)
+        if cutlass.const_expr(self.c.gated):
+            return warp % 4, warp // 4
+        return warp // 2, warp % 2
+
+    @cute.jit
     def init_barriers(self, base: Int32, tid: Int32):
         if tid == 0:
             for s in cutlass.range_constexpr(self.c.stages):

@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from .. import ptx
 from ..activation import Activation
-from ..layout import TILE_K
 from .epilogue import PRODUCT_FACTOR, Epilogue, EpilogueConfig
 from .feed import GROUPS, ROWS, ROWS_BYTES, TOKEN_BYTES
 from .route import Route

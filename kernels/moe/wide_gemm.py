@@ -26,20 +26,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import layout, ptx
 from ..activation import SILU, Activation
+from .chain import FULL, LEFT, Chain
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BARRIERS, DEPTH, GROUPS, ROWS, TOKEN_BYTES, Feed, FeedConfig
+from .feed import DEPTH, GROUPS, ROWS, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
 
 THREADS = 128 * (GROUPS + 1)
-# Where a warp is in the ring: addresses of its words of the tile and (as the matrix instructions want it) of
-# the tokens; the stage's barrier and phase; tiles left; whether the tile is the second of its stage; the
-# barrier of the stage before, and whether that is still to be released by this lane.
-WORDS, TOKENS, FULL, PHASE, LEFT, ODD, FULL_BEFORE, DONE = range(8)
-STATE = 8
-FRAGMENT_BYTES = layout.WEIGHT_BYTES // 2  # of a tile's weights
-STEP_UNITS = ptx.STEP * TOKEN_BYTES // 16  # by which a descriptor grows for so many tokens as a width's step
 # Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
 # most what the CTA starts with, which is 168 and 80 a thread.
 REGISTERS = {1: (224, 56), 2: (104, 24)}
@@ -115,6 +109,7 @@ class WideGemm:
         self.feed = Feed(config.feed, self.route)
         self.dequant = Dequant(config.native, False)
         self.slices = Slices(1, 1, self.dequant)
+        self.chain = Chain(self.feed, self.dequant)
         self.epilogue = WideEpilogue(config.epilogue, self.route)
 
     @cute.jit
@@ -207,10 +202,10 @@ class WideGemm:
             word = next_word
             next_word = self.route.request(entries, after_entry, works, lane)
             self.look_ahead(ahead, weights, pairs, word, next_m, warp, lane)
-            block = m_tile * c.feed.blocks + self.share(warp)[0]
+            block = m_tile * c.feed.blocks + self.feed.share(warp)[0]
             if block >= row_blocks:
                 block = Int32(-1)
-            if m_tile * c.feed.blocks + self.share(group * 4)[0] < row_blocks:
+            if m_tile * c.feed.blocks + self.feed.share(group * 4)[0] < row_blocks:
                 place = (expert, block, first, count, m_tile, group, warp, lane)
                 self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
@@ -219,19 +214,6 @@ class WideGemm:
             begun += stages
             entry, m_tile = next_entry, next_m
             next_entry, next_m = after_entry, after_m
-
-    @cute.jit
-    def share(self, warp: Int32):
-        """A warp's row block of the CTA's, and where it has only one fragment of that, which one.
-
-        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
-        of two are more bytes of y in a row.
-        """
-        if cutlass.const_expr(self.c.fragments == 2):
-            return warp, Int32(0)
-        if cutlass.const_expr(self.c.gated):
-            return warp % 4, warp // 4
-        return warp // 2, warp % 2
 
     @cute.jit
     def further(self, entry: Int32, m_tile: Int32, stride: tuple):
@@ -274,7 +256,7 @@ class WideGemm:
         origins.fill(Uint32(0))
         tokens.fill(Int32(0))
         expert, first, count = self.route.received(word)
-        block = m_tile * self.c.feed.blocks + self.share(warp)[0]
+        block = m_tile * self.c.feed.blocks + self.feed.share(warp)[0]
         if cutlass.const_expr(not self.c.gated):
             if expert >= 0:
                 self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
@@ -304,7 +286,7 @@ class WideGemm:
         dense0 = Uint32(cute.arch.shuffle_sync(word[0], 2))
         addressed = self.epilogue.address(target, tokens, first, count, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
-        fragment = self.share(warp)[1]
+        fragment = self.feed.share(warp)[1]
         bases2 = self.dequant.base_pairs(base_words[0])
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
@@ -315,14 +297,12 @@ class WideGemm:
         origin = expert * row_blocks
         self.slices.load_info(next_info, slices, origin, block, Int32(1), Int32(0), k_tiles)
         raw = cute.make_rmem_tensor(4 * c.fragments + 1, Uint32)
-        at, ring = self.enter(base, begun, k_tiles, warp, lane)
+        at, ring = self.chain.enter(base, begun, k_tiles, warp, lane)
         for m in cutlass.range_constexpr(c.fragments):
-            self.fetch(raw, at, m, fragment, lane)
+            self.chain.fetch(raw, at, m, fragment, lane)
         one = None
         if cutlass.const_expr(c.fragments == 1):
-            base2 = Uint32(cutlass.select_(fragment == 0, bases2[0], bases2[1]))
-            split = ptx.here(self.dequant.split(fragment))
-            one = (fragment, split, base2, ptx.shares(width, 2)[0] * STEP_UNITS)
+            one = self.chain.one(warp, bases2, width)
         visit = Int32(2)
         while at[LEFT] > 0:
             any_dense = self.slices.start_slice(
@@ -342,178 +322,12 @@ class WideGemm:
             scaling = (bases2, rare, heads, queue, pending, dense_rows, any_dense)
             for _ in cutlass.range(cutlass.min(at[LEFT], Int32(layout.SLICE_TILES)), unroll=1):
                 if cutlass.const_expr(c.fragments == 2):
-                    self.step(acc, digits, raw, at, ring, scaling, lane)
+                    self.chain.step(acc, digits, raw, at, ring, scaling, lane)
                 else:
-                    self.step_of_one(acc, digits, raw, at, ring, scaling, one, lane)
+                    self.chain.step_of_one(acc, digits, raw, at, ring, scaling, one, lane)
         self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
         self.feed.release_at(at[FULL], Uint32(lane == 0))
         self.epilogue.store(
             acc, width, alphas, addressed, target, room, first, count, m_tile, group, row_blocks, warp, lane
         )
-
-    @cute.jit
-    def enter(self, base: Int32, begun: Int32, k_tiles: Int32, warp: Int32, lane: Int32):
-        """Where the warp is in the ring, at a tile whose first stage is number `begun`, once that is full;
-        and where the ring begins and ends."""
-        feed = self.feed
-        slot = begun % self.c.stages
-        block, fragment = self.share(warp)
-        words = feed.weights(base, Int32(0), block) + (fragment * FRAGMENT_BYTES + lane * 16)
-        tokens = Int32(ptx.rows_descriptor(feed.token_rows(base, Int32(0), 0)))
-        at = cute.make_rmem_tensor(STATE, Int32)
-        at[WORDS] = words + slot * self.c.feed.weight_bytes
-        at[TOKENS] = tokens + slot * (self.c.feed.tokens_bytes // 16)
-        at[FULL] = feed.full(base, slot)
-        at[PHASE] = (begun // self.c.stages) & 1
-        at[LEFT] = k_tiles
-        at[ODD] = Int32(0)
-        at[FULL_BEFORE] = at[FULL]
-        at[DONE] = Int32(0)
-        feed.wait(at[FULL], at[PHASE])
-        return at, (words, tokens, feed.full(base, Int32(0)))
-
-    @cute.jit
-    def fetch(
-        self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, fragment: Int32, lane: Int32
-    ):
-        """The lane's packed weights of a fragment of the tile where the warp is; first its codes, too."""
-        found = ptx.lds128(at[WORDS] + m * FRAGMENT_BYTES)
-        for i in cutlass.range_constexpr(4):
-            raw[m * 4 + i] = found[i]
-        if cutlass.const_expr(m == 0):
-            raw[4 * self.c.fragments] = self.dequant.codes(self.tile_at(at, fragment, lane), lane)
-
-    @cute.jit
-    def tile_at(self, at: cute.Tensor, fragment: Int32, lane: Int32):
-        """Where the tile begins whose words the warp has."""
-        return at[WORDS] - (fragment * FRAGMENT_BYTES + lane * 16)
-
-    @cute.jit
-    def operand(self, words: list, scale: Uint32):
-        """16 rows of 64 columns, in the registers of four A fragments."""
-        a = []
-        for word in words:
-            a.extend(self.dequant.fragment(word, scale))
-        return a
-
-    @cute.jit
-    def multiply(self, accs: tuple, a: list, bs: list, width: list):
-        """Issues acc + a @ b of each accumulator and its b, as one group."""
-        size = cutlass.const_expr(cute.size(accs[0]))
-        values = [[acc[i] for i in range(size)] for acc in accs]
-        warpgroup.fence()
-        after = ptx.products_of_64(values, a, bs, width, self.c.tokens // ptx.STEP)
-        for acc, new in zip(accs, after, strict=True):
-            for i in cutlass.range_constexpr(size):
-                acc[i] = new[i]
-
-    @cute.jit
-    def step(
-        self, acc: tuple, width: list, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
-        lane: Int32,
-    ):  # fmt: skip
-        """Issues the products of a tile, 64 columns, and fetches the next one.
-
-        This is the only place where products are issued: ptxas gives every place registers of its own.
-        Few instructions count more here than anything else.
-        """
-        sv = self.scales(raw[8], at, scaling, Int32(0), lane)
-        tokens = ptx.descriptors(at[TOKENS], layout.TILE_K // 16)
-        before, done = at[FULL_BEFORE], at[DONE]
-        at[DONE] = Int32(0)
-        for m in cutlass.range_constexpr(2):
-            # The registers of two groups ago are free; so is the stage before this one, once the first
-            # group of this one is the only one left.
-            warpgroup.wait_group(1)
-            if cutlass.const_expr(m == 1):
-                self.feed.release_at(before, Uint32(done))
-            a = self.operand([raw[m * 4 + i] for i in range(4)], sv[m])
-            self.multiply((acc[m],), a, [tokens], width)
-            if cutlass.const_expr(m == 0):
-                self.advance(at, ring, lane)
-            self.fetch(raw, at, m, Int32(0), lane)
-
-    @cute.jit
-    def step_of_one(
-        self, acc: tuple, width: list, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
-        one: tuple, lane: Int32,
-    ):  # fmt: skip
-        """As `step`, of one fragment a warp, whose operand both accumulators take, for half of the tokens each.
-
-        The products of the tile before read their operand while this one's weights are taken apart; only
-        the multiplications with the scales, which write the operand's registers, wait for them.
-        """
-        fragment, split, base, second = one
-        # Before the branch to exceptions: ptxas moves what stands right before the wait behind it.
-        values = ptx.here([self.dequant.values(raw[i // 4], i % 4) for i in range(16)])
-        sv = self.scales_of_one(raw[4], at, scaling, one, lane)
-        tokens = [ptx.descriptors(first, layout.TILE_K // 16) for first in (at[TOKENS], at[TOKENS] + second)]
-        before, done = at[FULL_BEFORE], at[DONE]
-        at[DONE] = Int32(0)
-        warpgroup.wait_group(0)
-        self.feed.release_at(before, Uint32(done))
-        a = [self.dequant.scaled(value, sv, i % 4) for i, value in enumerate(values)]
-        self.multiply(acc, a, tokens, width)
-        self.advance(at, ring, lane)
-        self.fetch(raw, at, 0, fragment, lane)
-
-    @cute.jit
-    def advance(self, at: cute.Tensor, ring: tuple, lane: Int32):
-        """To the next tile, once it is there. Behind the last one, what is fetched is not used."""
-        f = self.c.feed
-        at[LEFT] = at[LEFT] - 1
-        odd = at[ODD]
-        at[ODD] = odd ^ 1
-        if odd == 0:
-            at[WORDS] = at[WORDS] + f.tile_bytes
-            at[TOKENS] = at[TOKENS] + f.rows_bytes // 16
-        elif at[LEFT] > 0:
-            at[WORDS] = at[WORDS] + (f.weight_bytes - f.tile_bytes)
-            at[TOKENS] = at[TOKENS] + (f.tokens_bytes - f.rows_bytes) // 16
-            at[FULL_BEFORE] = at[FULL]
-            at[DONE] = Int32(lane == 0)
-            at[FULL] = at[FULL] + BARRIERS
-            if at[FULL] == ring[2] + self.c.stages * BARRIERS:
-                at[WORDS] = ring[0]
-                at[TOKENS] = ring[1]
-                at[FULL] = ring[2]
-                at[PHASE] = at[PHASE] ^ 1
-            self.feed.wait(at[FULL], at[PHASE])
-
-    @cute.jit
-    def scales(self, codes: Uint32, at: cute.Tensor, scaling: tuple, fragment: Int32, lane: Int32):
-        """The lane's scales of a tile: bf16 pairs of its two fragments."""
-        bases2, rare = scaling[:2]
-        sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
-        if (rare[0] & Uint32(1)) != 0:
-            sv0, sv1 = self.rare_scales(sv0, sv1, self.tile_at(at, fragment, lane), scaling, lane)
-        rare[0] = rare[0] >> Uint32(1)
-        rare[1] = rare[1] + Uint32(1 << 26)
-        return sv0, sv1
-
-    @cute.jit
-    def scales_of_one(self, codes: Uint32, at: cute.Tensor, scaling: tuple, one: tuple, lane: Int32):
-        """As `scales`, of one fragment: `one` says which."""
-        fragment, split, base, _ = one
-        rare = scaling[1]
-        own = self.dequant.scales_of_one(codes, split, base)
-        if (rare[0] & Uint32(1)) != 0:
-            sv0, sv1 = self.rare_scales(own, own, self.tile_at(at, fragment, lane), scaling, lane)
-            own = Uint32(cutlass.select_(fragment == 0, sv0, sv1))
-        rare[0] = rare[0] >> Uint32(1)
-        rare[1] = rare[1] + Uint32(1 << 26)
-        return own
-
-    @cute.jit
-    def rare_scales(self, sv0: Uint32, sv1: Uint32, address: Int32, scaling: tuple, lane: Int32):
-        """The scales of a tile that has exceptions, or keeps whole bytes."""
-        _, rare, heads, queue, pending, dense_rows, any_dense = scaling
-        if any_dense != 0:
-            inside = Int32(rare[1] >> Uint32(26)) - 1
-            sv0, sv1 = self.dequant.dense_scales(address, lane, dense_rows[0], inside)
-        else:
-            sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch_pending(
-                sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
-            )
-        return sv0, sv1
