@@ -37,7 +37,7 @@ class Chain:
         and where the ring begins and ends."""
         feed = self.feed
         slot = begun % self.c.stages
-        block, fragment = self.feed.share(warp)
+        block, fragment = self.c.part(warp)
         words = feed.weights(base, Int32(0), block) + (fragment * FRAGMENT_BYTES + lane * 16)
         tokens = Int32(ptx.rows_descriptor(feed.token_rows(base, Int32(0), 0)))
         at = cute.make_rmem_tensor(STATE, Int32)
@@ -139,7 +139,7 @@ class Chain:
     def one(self, warp: Int32, bases2: tuple, width: Int32):
         """Of a warp with one fragment: which one, how its codes are found, its bases, and how far the tokens
         of the second accumulator lie behind those of the first, in units of the descriptors."""
-        _, fragment = self.feed.share(warp)
+        _, fragment = self.c.part(warp)
         base = Uint32(cutlass.select_(fragment == 0, bases2[0], bases2[1]))
         return fragment, ptx.here(self.dequant.split(fragment)), base, ptx.shares(width, 2)[0] * STEP_UNITS
 

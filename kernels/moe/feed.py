@@ -7,6 +7,7 @@ copy brings all of them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -41,6 +42,16 @@ class FeedConfig:
     def blocks(self) -> int:
         """Row blocks of a tile of the CTA's."""
         return 2 * GROUPS * self.fragments
+
+    def part(self, warp: Any) -> tuple:
+        """A consumer warp's row block of the CTA's, and the first of its fragments, numbers or the device's.
+
+        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
+        of two are more bytes of y in a row.
+        """
+        if self.fragments == 2:
+            return warp, 0
+        return (warp % 4, warp // 4) if self.gated else (warp // 2, warp % 2)
 
     @property
     def tile_bytes(self) -> int:
@@ -96,19 +107,6 @@ class Feed:
     @cute.jit
     def empty(self, base: Int32, slot: Int32):
         return self.full(base, slot) + 8
-
-    @cute.jit
-    def share(self, warp: Int32):
-        """A warp's row block of the CTA's, and where it has only one fragment of that, which one.
-
-        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
-        of two are more bytes of y in a row.
-        """
-        if cutlass.const_expr(self.c.fragments == 2):
-            return warp, Int32(0)
-        if cutlass.const_expr(self.c.gated):
-            return warp % 4, warp // 4
-        return warp // 2, warp % 2
 
     @cute.jit
     def init_barriers(self, base: Int32, tid: Int32):

@@ -1,7 +1,7 @@
 """One grouped GEMM of the expert layer for many tokens, at the rate of Hopper's tensor cores.
 
-Computes for every work tile (expert, up to 128 tokens) of the routing, with the weights as the A operand
-of `wgmma` from registers (output channels are M, tokens are N):
+Computes for every work tile (expert, up to 128 or 224 tokens) of the routing, with the weights as the A
+operand of `wgmma` from registers (output channels are M, tokens are N):
 
     gated:   h[slot, i]  = act(alpha_gate * (W13 x)[i]) * (alpha_up * (W13 x)[I + i])      bf16
     else:    y[pair, o]  = router_weight[pair] * alpha * (W2 h)[o]                          bf16
@@ -14,6 +14,9 @@ they lie. Two warpgroups of consumers take 128 rows each: a warp owns a block of
 scales and weights in registers, and hands them to the tensor cores as two 64-row operands in turn, so
 that one is multiplied while the other is rebuilt. The consumers do not wait for each other: one stores
 its results while the other still multiplies.
+
+In a second form a warp owns one of a block's two fragments of 16 rows, so that a CTA has 128 rows and room
+for up to 224 tokens: a weight is rebuilt for more of them, and tokens are read by twice as many CTAs.
 """
 
 from dataclasses import dataclass, replace
@@ -202,10 +205,10 @@ class WideGemm:
             word = next_word
             next_word = self.route.request(entries, after_entry, works, lane)
             self.look_ahead(ahead, weights, pairs, word, next_m, warp, lane)
-            block = m_tile * c.feed.blocks + self.feed.share(warp)[0]
+            block = m_tile * c.feed.blocks + self.c.feed.part(warp)[0]
             if block >= row_blocks:
                 block = Int32(-1)
-            if m_tile * c.feed.blocks + self.feed.share(group * 4)[0] < row_blocks:
+            if m_tile * c.feed.blocks + self.c.feed.part(group * 4)[0] < row_blocks:
                 place = (expert, block, first, count, m_tile, group, warp, lane)
                 self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
@@ -256,7 +259,7 @@ class WideGemm:
         origins.fill(Uint32(0))
         tokens.fill(Int32(0))
         expert, first, count = self.route.received(word)
-        block = m_tile * self.c.feed.blocks + self.feed.share(warp)[0]
+        block = m_tile * self.c.feed.blocks + self.c.feed.part(warp)[0]
         if cutlass.const_expr(not self.c.gated):
             if expert >= 0:
                 self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
@@ -286,7 +289,7 @@ class WideGemm:
         dense0 = Uint32(cute.arch.shuffle_sync(word[0], 2))
         addressed = self.epilogue.address(target, tokens, first, count, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
-        fragment = self.feed.share(warp)[1]
+        fragment = self.c.feed.part(warp)[1]
         bases2 = self.dequant.base_pairs(base_words[0])
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
