@@ -28,6 +28,11 @@ RUN: tuple[dict[str, int], ...] = (
     {"ctas": 1, "min_ctas": 0, "stages": 4},  # all registers of a multiprocessor: nothing spills
 )
 STAGES = (-1, 1)  # of a prefill program's ring, beside the table's
+# Instead of prefill's widest work tiles: the form that rebuilds a weight for more tokens.
+ONE_FRAGMENT: tuple[dict[str, int], ...] = tuple(
+    {"tile": tile, "stages": 3, "fragments": 1} for tile in (160, 192, 224)
+)
+WIDEST = 128  # work tiles of which that is tried
 
 APART = 3  # token counts that are tried within a regime lie so many times apart
 
@@ -89,7 +94,8 @@ def alternatives(g: Geometry, choice: Choice) -> Iterator[Choice]:
 def _changes(choice: Choice) -> tuple[Mapping[str, int], ...]:
     if isinstance(choice, DecodeChoice):
         return TEAM if choice.split_up > 1 or choice.split_down > 1 else RUN
-    return tuple({"stages": choice.stages + more} for more in STAGES if choice.stages + more > 1)
+    rings = tuple({"stages": choice.stages + more} for more in STAGES if choice.stages + more > 1)
+    return rings + (ONE_FRAGMENT if choice.tile == WIDEST and choice.fragments == 2 else ())
 
 
 def fits(g: Geometry, choice: Choice) -> bool:

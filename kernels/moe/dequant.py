@@ -64,6 +64,22 @@ class Dequant:
         return sv0, sv1
 
     @cute.jit
+    def split(self, fragment: Int32):
+        """What `scales_of_one` finds a fragment's codes with."""
+        if cutlass.const_expr(self.native):
+            return Uint32(0x4240) + Uint32(fragment) * Uint32(0x0101), Uint32(16)
+        return Uint32(0x000F000F) << Uint32(fragment * 4), Uint32(16) >> Uint32(fragment * 4)
+
+    @cute.jit
+    def scales_of_one(self, codes: Uint32, split: tuple, base: Uint32):
+        """As `scales_of`, of one fragment, whose base is given."""
+        if cutlass.const_expr(self.native):
+            word = ptx.prmt(codes, Uint32(0), split[0])
+        else:
+            word = ptx.prmt(codes, Uint32(0), Uint32(0x4140)) & split[0]
+        return word * split[1] + base
+
+    @cute.jit
     def dense_scales(self, address: Int32, lane: Int32, dense_row: Int64, tile: Int32):
         """As `scales`, of a slice that keeps whole bytes: their upper nibbles lie at `dense_row`."""
         codes = address + layout.WEIGHT_BYTES
@@ -162,17 +178,28 @@ class Dequant:
         return head, queue
 
     @cute.jit
-    def pending(self, head: Uint32, further: Int32, deep0: Uint32, deep1: Uint32, lane: Int32):
-        """Which tiles of a slice have exceptions, the same word in every lane: a bit each, and bit 31 where
-        lanes have further ones in their queues."""
-        found = ptx.bit(head >> Uint32(26))  # none for EMPTY
+    def pending(
+        self, head: Uint32, further: Int32, deep0: Uint32, deep1: Uint32, lane: Int32,
+        fragment: Int32 | None = None,
+    ):  # fmt: skip
+        """Which tiles of a slice have exceptions, in one fragment where it is given, the same word in every
+        lane: a bit each, and bit 31 where lanes have further ones in their queues."""
+        found = self.tile_bit(head, fragment)
         if further > 0:
             found = found | Uint32(1 << 31)
             if lane < further:
-                found = found | ptx.bit(deep0 >> Uint32(26))
+                found = found | self.tile_bit(deep0, fragment)
             if lane + 32 < further:
-                found = found | ptx.bit(deep1 >> Uint32(26))
+                found = found | self.tile_bit(deep1, fragment)
         return ptx.warp_or(found)
+
+    @cute.jit
+    def tile_bit(self, exception: Uint32, fragment: Int32 | None):
+        """A bit for an exception's tile; none for EMPTY, and for the other fragment."""
+        tile = exception >> Uint32(26)
+        if cutlass.const_expr(fragment is not None):
+            tile = tile | (((exception >> Uint32(20)) ^ (Uint32(fragment) << Uint32(5))) & Uint32(32))
+        return ptx.bit(tile)
 
     @cute.jit
     def patch(self, sv0: Uint32, sv1: Uint32, head: Uint32, queue: Int32, end: Int32, bound: Uint32):
@@ -202,11 +229,20 @@ class Dequant:
     @cute.jit
     def fragment(self, word: Uint32, scale: Uint32):
         """Eight FP4 values times their rows' scales: one A fragment of m16n8k16 (four words)."""
+        last = self.values(word, 3)
+        return tuple(self.scaled(last if i == 3 else self.values(word, i), scale, i) for i in range(4))
+
+    @cute.jit
+    def values(self, word: Uint32, i: cutlass.Constexpr):
+        """The FP4 bits of one of a fragment's words, in their places in bf16."""
         mask = Uint32(PAIR_MASK)
-        last = ptx.and_or(word >> Uint32(8), Uint32(0x00400040), word & Uint32(0x81808180))
-        return (
-            ptx.mul_bf16x2_by_half((word << Uint32(2)) & mask, scale, False, self.fma),
-            ptx.mul_bf16x2_by_half((word << Uint32(6)) & mask, scale, True, self.fma),
-            ptx.mul_bf16x2_by_half(ptx.rotate_right(word, 4) & mask, scale, False, self.fma),
-            ptx.mul_bf16x2_by_half(last, scale, True, self.fma),
-        )
+        if cutlass.const_expr(i == 3):
+            return ptx.and_or(word >> Uint32(8), Uint32(0x00400040), word & Uint32(0x81808180))
+        if cutlass.const_expr(i == 2):
+            return ptx.rotate_right(word, 4) & mask
+        return (word << Uint32(2 + 4 * i)) & mask
+
+    @cute.jit
+    def scaled(self, values: Uint32, scale: Uint32, i: cutlass.Constexpr):
+        """What `values` found, times their rows' scale."""
+        return ptx.mul_bf16x2_by_half(values, scale, i % 2 == 1, self.fma)

@@ -7,6 +7,7 @@ copy brings all of them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +17,6 @@ from .. import layout, ptx
 from .route import Route
 
 GROUPS = 2  # warpgroups of consumers
-BLOCKS = 4 * GROUPS  # row blocks of a tile, one a warp
 DEPTH = 2  # tiles of K in a stage
 BARRIERS = 16  # bytes of a stage's two
 TOKEN_BYTES = 2 * layout.TILE_K  # of one token and one tile of K
@@ -28,13 +28,30 @@ ROWS_AT_ONCE = PRODUCERS // 8  # tokens that the producers copy in one go, 16 by
 
 @dataclass(frozen=True)
 class FeedConfig:
-    """`tokens`: most of a work tile. `gated`: tokens are rows of x, `topk` pairs each; else slots of h."""
+    """`tokens`: most of a work tile. `gated`: tokens are rows of x, `topk` pairs each; else slots of h.
+    `fragments`: of 16 rows that a warp of the consumers takes."""
 
     gated: bool
     native: bool
     topk: int
     tokens: int
     stages: int
+    fragments: int = 2
+
+    @property
+    def blocks(self) -> int:
+        """Row blocks of a tile of the CTA's."""
+        return 2 * GROUPS * self.fragments
+
+    def part(self, warp: Any) -> tuple:
+        """A consumer warp's row block of the CTA's, and the first of its fragments, numbers or the device's.
+
+        One fragment of each of four blocks is what a warpgroup needs for whole chunks of `h`; both fragments
+        of two are more bytes of y in a row.
+        """
+        if self.fragments == 2:
+            return warp, 0
+        return (warp % 4, warp // 4) if self.gated else (warp // 2, warp % 2)
 
     @property
     def tile_bytes(self) -> int:
@@ -43,7 +60,7 @@ class FeedConfig:
     @property
     def weight_bytes(self) -> int:
         """Of one stage."""
-        return BLOCKS * DEPTH * self.tile_bytes
+        return self.blocks * DEPTH * self.tile_bytes
 
     @property
     def rows_bytes(self) -> int:
@@ -148,8 +165,8 @@ class Feed:
             m_tile = tile - entry * m_tiles
             expert, first, count = self.route.entry(entries, entry)
             self.find_rows(rows, x, x_stride, pairs, first, count, row, chunk)
-            blocks = cutlass.min(row_blocks - m_tile * BLOCKS, Int32(BLOCKS))
-            block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * BLOCKS + thread)
+            blocks = cutlass.min(row_blocks - m_tile * self.c.blocks, Int32(self.c.blocks))
+            block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * self.c.blocks + thread)
             source = tiles + block * (Int64(k_tiles) * self.c.tile_bytes)
             steps = (count + (ROWS_AT_ONCE - 1)) // ROWS_AT_ONCE
             for k in cutlass.range(0, k_tiles, DEPTH, unroll=1):
@@ -182,15 +199,15 @@ class Feed:
             entry = tile // m_tiles
             m_tile = tile - entry * m_tiles
             expert, first, count = self.route.entry(entries, entry)
-            blocks = cutlass.min(row_blocks - m_tile * BLOCKS, Int32(BLOCKS))
-            block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * BLOCKS + lane)
+            blocks = cutlass.min(row_blocks - m_tile * self.c.blocks, Int32(self.c.blocks))
+            block = Int64(expert) * Int64(row_blocks) + Int64(m_tile * self.c.blocks + lane)
             source = tiles + block * (Int64(k_tiles) * self.c.tile_bytes)
             size = (count + (ROWS - 1)) // ROWS * ROWS_BYTES
             for k in cutlass.range(0, k_tiles, DEPTH, unroll=1):
                 ptx.mbarrier_wait(self.empty(base, slot), phase)
                 tokens = cutlass.min(k_tiles - k, Int32(DEPTH)) * size
                 self.copy_weights(base, slot, source, k, k_tiles, blocks, tokens, lane)
-                inside = lane - BLOCKS
+                inside = lane - self.c.blocks
                 if inside >= 0 and inside < DEPTH and k + inside < k_tiles:
                     at = h + (Int64(k + inside) * Int64(groups) + Int64(first // ROWS)) * ROWS_BYTES
                     ptx.bulk_load_cached(self.token_rows(base, slot, inside), at, size, self.full(base, slot))

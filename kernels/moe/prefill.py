@@ -26,7 +26,8 @@ class PrefillConfig:
     """Everything that one compiled program depends on; sizes not listed here are run-time values.
 
     `capacity`: upper bound of local experts, a multiple of 1024. `tokens`: most of a work tile, a multiple
-    of 16; `stages`: in the ring; `per_sm`: CTAs that share a multiprocessor.
+    of 16; `stages`: in the ring; `per_sm`: CTAs that share a multiprocessor; `fragments`: of 16 rows that a
+    warp takes, see `WideConfig`.
     """
 
     topk: int
@@ -38,6 +39,7 @@ class PrefillConfig:
     tokens: int = 128
     stages: int = 4
     per_sm: int = 1
+    fragments: int = 2
 
     def gemm(self, gated: bool) -> WideConfig:
         return WideConfig(
@@ -51,6 +53,7 @@ class PrefillConfig:
             capacity=self.capacity,
             wide_ids=self.wide_ids,
             mapped=self.mapped,
+            fragments=self.fragments,
         )
 
 
@@ -66,6 +69,7 @@ def prefill_config(g: Geometry, choice: PrefillChoice) -> PrefillConfig:
         tokens=choice.tile,
         stages=choice.stages,
         per_sm=choice.per_sm,
+        fragments=choice.fragments,
     )
 
 

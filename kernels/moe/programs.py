@@ -97,6 +97,7 @@ class PrefillChoice:
     tile: int
     stages: int
     per_sm: int
+    fragments: int = 2
 
     def workspace(self, take: Take, g: Geometry, tokens: int) -> Workspace:
         return Workspace.wide(take, tokens, g.topk, g.hidden, g.inner, g.experts)

@@ -87,10 +87,10 @@ class Slices:
     def start_slice(
         self, info: cute.Tensor, next_info: cute.Tensor, exceptions: cute.Tensor, heads: cute.Tensor,
         queue: cute.Tensor, pending: cute.Tensor | None, dense_rows: cute.Tensor, dense: Int64,
-        dense0: Uint32, queues: Int32, slice_tile: Int32, lane: Int32,
+        dense0: Uint32, queues: Int32, slice_tile: Int32, lane: Int32, fragment: Int32 | None = None,
     ):  # fmt: skip
         """Queues the slice's exceptions; returns a bit for each row block that is dense here. `pending`,
-        where wanted: of each row block, see `Dequant.pending`."""
+        where wanted: of each row block, or one `fragment` of it, see `Dequant.pending`."""
         any_dense = Int32(0)
         for r in cutlass.range_constexpr(self.blocks):
             mask = next_info[0, r]
@@ -109,7 +109,7 @@ class Slices:
                 pending[r] = Uint32(0)
                 if mask != 0:
                     pending[r] = self.dequant.pending(
-                        heads[r], further, exceptions[1, r], exceptions[2, r], lane
+                        heads[r], further, exceptions[1, r], exceptions[2, r], lane, fragment
                     )
             if slice_tile > 0:
                 heads[r], queue[0, r] = self.dequant.skip(

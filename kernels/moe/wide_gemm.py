@@ -1,7 +1,7 @@
 """One grouped GEMM of the expert layer for many tokens, at the rate of Hopper's tensor cores.
 
-Computes for every work tile (expert, up to 128 tokens) of the routing, with the weights as the A operand
-of `wgmma` from registers (output channels are M, tokens are N):
+Computes for every work tile (expert, up to 128 or 224 tokens) of the routing, with the weights as the A
+operand of `wgmma` from registers (output channels are M, tokens are N):
 
     gated:   h[slot, i]  = act(alpha_gate * (W13 x)[i]) * (alpha_up * (W13 x)[I + i])      bf16
     else:    y[pair, o]  = router_weight[pair] * alpha * (W2 h)[o]                          bf16
@@ -14,9 +14,12 @@ they lie. Two warpgroups of consumers take 128 rows each: a warp owns a block of
 scales and weights in registers, and hands them to the tensor cores as two 64-row operands in turn, so
 that one is multiplied while the other is rebuilt. The consumers do not wait for each other: one stores
 its results while the other still multiplies.
+
+In a second form a warp owns one of a block's two fragments of 16 rows, so that a CTA has 128 rows and room
+for up to 224 tokens: a weight is rebuilt for more of them, and tokens are read by twice as many CTAs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,18 +29,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import layout, ptx
 from ..activation import SILU, Activation
+from .chain import FULL, LEFT, Chain
 from .dequant import QUEUE_BYTES, Dequant
-from .feed import BARRIERS, BLOCKS, DEPTH, GROUPS, ROWS, Feed, FeedConfig
+from .feed import DEPTH, GROUPS, ROWS, Feed, FeedConfig
 from .route import Route, RouteConfig
 from .slices import Slices
 from .wide_epilogue import WideEpilogue, WideEpilogueConfig
 
 THREADS = 128 * (GROUPS + 1)
-# Where a warp is in the ring: addresses of its words of the tile and (as the matrix instructions want it) of
-# the tokens; the stage's barrier and phase; tiles left; whether the tile is the second of its stage; the
-# barrier of the stage before, and whether that is still to be released by this lane.
-WORDS, TOKENS, FULL, PHASE, LEFT, ODD, FULL_BEFORE, DONE = range(8)
-STATE = 8
 # Of a thread of the consumers and of the producers, by the CTAs that share a multiprocessor; together at
 # most what the CTA starts with, which is 168 and 80 a thread.
 REGISTERS = {1: (224, 56), 2: (104, 24)}
@@ -48,7 +47,10 @@ SHARED_BYTES = {1: 232448 - 1024, 2: 233472 // 2 - 2048}
 @dataclass(frozen=True)
 class WideConfig:
     """What one compiled program of this kernel depends on. `tokens`: most of a work tile; `per_sm`: CTAs that
-    share a multiprocessor."""
+    share a multiprocessor; `fragments`: of 16 rows that a warp takes, 1 or 2.
+
+    Raises ValueError where `tokens` cannot be halved into steps of 16 although a warp has one fragment.
+    """
 
     gated: bool
     native: bool
@@ -60,6 +62,14 @@ class WideConfig:
     capacity: int = 1024
     wide_ids: bool = False
     mapped: bool = False
+    fragments: int = 2
+
+    def __post_init__(self) -> None:
+        step = ptx.STEP * (3 - self.fragments)
+        if self.tokens % step:
+            raise ValueError(
+                f"tokens is {self.tokens}, expected a multiple of {step} for fragments {self.fragments}"
+            )
 
     @property
     def route(self) -> RouteConfig:
@@ -69,17 +79,18 @@ class WideConfig:
 
     @property
     def feed(self) -> FeedConfig:
-        return FeedConfig(self.gated, self.native, self.topk, self.tokens, self.stages)
+        return FeedConfig(self.gated, self.native, self.topk, self.tokens, self.stages, self.fragments)
 
     @property
     def epilogue(self) -> WideEpilogueConfig:
         """Stages as many tokens at a time as there is room for."""
+        whole = WideEpilogueConfig(self.gated, self.tokens, self.tokens, self.activation, self.fragments)
+        least = max(16, whole.tokens_at_once)
         for parts in range(1, self.tokens // 16 + 1):
-            staged = self.tokens // parts
-            if self.tokens % parts == 0 and staged % 16 == 0:
-                found = WideEpilogueConfig(self.gated, self.tokens, staged, self.activation)
-                if self.ring_bytes + GROUPS * found.shared_bytes <= SHARED_BYTES[self.per_sm]:
-                    return found
+            staged = -(-self.tokens // (parts * least)) * least
+            found = replace(whole, staged=min(staged, self.tokens))
+            if self.ring_bytes + GROUPS * found.shared_bytes <= SHARED_BYTES[self.per_sm]:
+                return found
         raise ValueError(f"{self} needs more than {SHARED_BYTES[self.per_sm]} bytes of shared memory")
 
     @property
@@ -101,6 +112,7 @@ class WideGemm:
         self.feed = Feed(config.feed, self.route)
         self.dequant = Dequant(config.native, False)
         self.slices = Slices(1, 1, self.dequant)
+        self.chain = Chain(self.feed, self.dequant)
         self.epilogue = WideEpilogue(config.epilogue, self.route)
 
     @cute.jit
@@ -139,7 +151,7 @@ class WideGemm:
             ptx.wait_for_predecessor()
         ptx.dependents_may_start()
 
-        m_tiles = (row_blocks + (BLOCKS - 1)) // BLOCKS
+        m_tiles = (row_blocks + (c.feed.blocks - 1)) // c.feed.blocks
         works = self.route.count(entries)
         total = works * m_tiles
         if warp >= 4 * GROUPS:
@@ -193,10 +205,10 @@ class WideGemm:
             word = next_word
             next_word = self.route.request(entries, after_entry, works, lane)
             self.look_ahead(ahead, weights, pairs, word, next_m, warp, lane)
-            block = m_tile * BLOCKS + warp
+            block = m_tile * c.feed.blocks + self.c.feed.part(warp)[0]
             if block >= row_blocks:
                 block = Int32(-1)
-            if m_tile * BLOCKS + group * 4 < row_blocks:
+            if m_tile * c.feed.blocks + self.c.feed.part(group * 4)[0] < row_blocks:
                 place = (expert, block, first, count, m_tile, group, warp, lane)
                 self.tile(base, weights, target, queues, room, now, ahead, place, begun)
             else:
@@ -247,7 +259,7 @@ class WideGemm:
         origins.fill(Uint32(0))
         tokens.fill(Int32(0))
         expert, first, count = self.route.received(word)
-        block = m_tile * BLOCKS + warp
+        block = m_tile * self.c.feed.blocks + self.c.feed.part(warp)[0]
         if cutlass.const_expr(not self.c.gated):
             if expert >= 0:
                 self.epilogue.load_pairs(tokens, pairs, first, count, warp, lane)
@@ -269,7 +281,7 @@ class WideGemm:
         expert, block, first, count, m_tile, group, warp, lane = place
         width = (count + (ptx.STEP - 1)) // ptx.STEP
         digits = ptx.width_digits(count, c.tokens // ptx.STEP)
-        acc = tuple(cute.make_rmem_tensor(c.tokens // 2, Float32) for _ in range(2))
+        acc = tuple(cute.make_rmem_tensor(c.tokens * c.fragments // 4, Float32) for _ in range(2))
         for part in acc:
             part.fill(0.0)
         info, base_words, exceptions, word, tokens = now
@@ -277,6 +289,7 @@ class WideGemm:
         dense0 = Uint32(cute.arch.shuffle_sync(word[0], 2))
         addressed = self.epilogue.address(target, tokens, first, count, warp, lane)
         alphas = self.epilogue.alphas(alpha, expert)
+        fragment = self.c.feed.part(warp)[1]
         bases2 = self.dequant.base_pairs(base_words[0])
         next_info = cute.make_rmem_tensor((2, 1), Uint32)
         heads = cute.make_rmem_tensor(1, Uint32)
@@ -286,15 +299,18 @@ class WideGemm:
         dense_rows.fill(Int64(0))
         origin = expert * row_blocks
         self.slices.load_info(next_info, slices, origin, block, Int32(1), Int32(0), k_tiles)
-        raw = cute.make_rmem_tensor(9, Uint32)
-        at, ring = self.enter(base, begun, k_tiles, warp, lane)
-        for m in cutlass.range_constexpr(2):
-            self.fetch(raw, at, m, lane)
+        raw = cute.make_rmem_tensor(4 * c.fragments + 1, Uint32)
+        at, ring = self.chain.enter(base, begun, k_tiles, warp, lane)
+        for m in cutlass.range_constexpr(c.fragments):
+            self.chain.fetch(raw, at, m, fragment, lane)
+        one = None
+        if cutlass.const_expr(c.fragments == 1):
+            one = self.chain.one(warp, bases2, width)
         visit = Int32(2)
         while at[LEFT] > 0:
             any_dense = self.slices.start_slice(
                 info, info, exceptions, heads, queue, pending, dense_rows, dense, dense0, queues,
-                Int32(0), lane,
+                Int32(0), lane, fragment if c.fragments == 1 else None,
             )  # fmt: skip
             for i in cutlass.range_constexpr(2):
                 info[i] = next_info[i]
@@ -308,122 +324,13 @@ class WideGemm:
             rare[1] = Uint32(1 << 26)
             scaling = (bases2, rare, heads, queue, pending, dense_rows, any_dense)
             for _ in cutlass.range(cutlass.min(at[LEFT], Int32(layout.SLICE_TILES)), unroll=1):
-                self.step(acc, digits, raw, at, ring, scaling, lane)
+                if cutlass.const_expr(c.fragments == 2):
+                    self.chain.step(acc, digits, raw, at, ring, scaling, lane)
+                else:
+                    self.chain.step_of_one(acc, digits, raw, at, ring, scaling, one, lane)
         self.load_exceptions(ahead, records, lane)
         warpgroup.wait_group(0)
         self.feed.release_at(at[FULL], Uint32(lane == 0))
         self.epilogue.store(
             acc, width, alphas, addressed, target, room, first, count, m_tile, group, row_blocks, warp, lane
         )
-
-    @cute.jit
-    def enter(self, base: Int32, begun: Int32, k_tiles: Int32, warp: Int32, lane: Int32):
-        """Where the warp is in the ring, at a tile whose first stage is number `begun`, once that is full;
-        and where the ring begins and ends."""
-        feed = self.feed
-        slot = begun % self.c.stages
-        words = feed.weights(base, Int32(0), warp) + lane * 16
-        tokens = Int32(ptx.rows_descriptor(feed.token_rows(base, Int32(0), 0)))
-        at = cute.make_rmem_tensor(STATE, Int32)
-        at[WORDS] = words + slot * self.c.feed.weight_bytes
-        at[TOKENS] = tokens + slot * (self.c.feed.tokens_bytes // 16)
-        at[FULL] = feed.full(base, slot)
-        at[PHASE] = (begun // self.c.stages) & 1
-        at[LEFT] = k_tiles
-        at[ODD] = Int32(0)
-        at[FULL_BEFORE] = at[FULL]
-        at[DONE] = Int32(0)
-        feed.wait(at[FULL], at[PHASE])
-        return at, (words, tokens, feed.full(base, Int32(0)))
-
-    @cute.jit
-    def fetch(self, raw: cute.Tensor, at: cute.Tensor, m: cutlass.Constexpr, lane: Int32):
-        """The lane's packed weights of a fragment of the tile where the warp is; first its codes, too."""
-        found = ptx.lds128(at[WORDS] + m * 512)
-        for i in cutlass.range_constexpr(4):
-            raw[m * 4 + i] = found[i]
-        if cutlass.const_expr(m == 0):
-            raw[8] = self.dequant.codes(at[WORDS] - lane * 16, lane)
-
-    @cute.jit
-    def operand(self, words: list, scale: Uint32):
-        """16 rows of 64 columns, in the registers of four A fragments."""
-        a = []
-        for word in words:
-            a.extend(self.dequant.fragment(word, scale))
-        return a
-
-    @cute.jit
-    def multiply(self, acc: cute.Tensor, a: list, b, width: list):
-        """Issues acc + a @ b as one group."""
-        size = cutlass.const_expr(cute.size(acc))
-        warpgroup.fence()
-        after = ptx.products_of_64([acc[i] for i in range(size)], a, b, width, self.c.tokens // ptx.STEP)
-        for i in cutlass.range_constexpr(size):
-            acc[i] = after[i]
-
-    @cute.jit
-    def step(
-        self, acc: tuple, width: list, raw: cute.Tensor, at: cute.Tensor, ring: tuple, scaling: tuple,
-        lane: Int32,
-    ):  # fmt: skip
-        """Issues the products of a tile, 64 columns, and fetches the next one.
-
-        This is the only place where products are issued: ptxas gives every place registers of its own.
-        Few instructions count more here than anything else.
-        """
-        sv = self.scales(raw[8], at, scaling, lane)
-        tokens = ptx.descriptors(at[TOKENS], layout.TILE_K // 16)
-        before, done = at[FULL_BEFORE], at[DONE]
-        at[DONE] = Int32(0)
-        for m in cutlass.range_constexpr(2):
-            # The registers of two groups ago are free; so is the stage before this one, once the first
-            # group of this one is the only one left.
-            warpgroup.wait_group(1)
-            if cutlass.const_expr(m == 1):
-                self.feed.release_at(before, Uint32(done))
-            a = self.operand([raw[m * 4 + i] for i in range(4)], sv[m])
-            self.multiply(acc[m], a, tokens, width)
-            if cutlass.const_expr(m == 0):
-                self.advance(at, ring, lane)
-            self.fetch(raw, at, m, lane)
-
-    @cute.jit
-    def advance(self, at: cute.Tensor, ring: tuple, lane: Int32):
-        """To the next tile, once it is there. Behind the last one, what is fetched is not used."""
-        f = self.c.feed
-        at[LEFT] = at[LEFT] - 1
-        odd = at[ODD]
-        at[ODD] = odd ^ 1
-        if odd == 0:
-            at[WORDS] = at[WORDS] + f.tile_bytes
-            at[TOKENS] = at[TOKENS] + f.rows_bytes // 16
-        elif at[LEFT] > 0:
-            at[WORDS] = at[WORDS] + (f.weight_bytes - f.tile_bytes)
-            at[TOKENS] = at[TOKENS] + (f.tokens_bytes - f.rows_bytes) // 16
-            at[FULL_BEFORE] = at[FULL]
-            at[DONE] = Int32(lane == 0)
-            at[FULL] = at[FULL] + BARRIERS
-            if at[FULL] == ring[2] + self.c.stages * BARRIERS:
-                at[WORDS] = ring[0]
-                at[TOKENS] = ring[1]
-                at[FULL] = ring[2]
-                at[PHASE] = at[PHASE] ^ 1
-            self.feed.wait(at[FULL], at[PHASE])
-
-    @cute.jit
-    def scales(self, codes: Uint32, at: cute.Tensor, scaling: tuple, lane: Int32):
-        """The lane's scales of a tile: bf16 pairs of its two fragments."""
-        bases2, rare, heads, queue, pending, dense_rows, any_dense = scaling
-        sv0, sv1 = self.dequant.scales_of(codes, bases2[0], bases2[1])
-        if (rare[0] & Uint32(1)) != 0:
-            if any_dense != 0:
-                inside = Int32(rare[1] >> Uint32(26)) - 1
-                sv0, sv1 = self.dequant.dense_scales(at[WORDS] - lane * 16, lane, dense_rows[0], inside)
-            else:
-                sv0, sv1, heads[0], queue[0, 0] = self.dequant.patch_pending(
-                    sv0, sv1, heads[0], queue[0, 0], queue[1, 0], rare[1], pending[0]
-                )
-        rare[0] = rare[0] >> Uint32(1)
-        rare[1] = rare[1] + Uint32(1 << 26)
-        return sv0, sv1

@@ -21,6 +21,9 @@ from .arithmetic import (
     float_bits as float_bits,
 )
 from .arithmetic import (
+    here as here,
+)
+from .arithmetic import (
     match_any as match_any,
 )
 from .arithmetic import (
@@ -205,6 +208,9 @@ from .warpgroup import (
 )
 from .warpgroup import (
     rows_descriptor as rows_descriptor,
+)
+from .warpgroup import (
+    shares as shares,
 )
 from .warpgroup import (
     width_digits as width_digits,

@@ -4,7 +4,7 @@ from cutlass import Float32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .core import asm, struct, word
+from .core import asm, struct, word, words
 
 
 @dsl_user_op
@@ -112,6 +112,17 @@ def warp_or(value, *, loc=None, ip=None):
     """The bits that any lane of the whole warp has."""
     text = "redux.sync.or.b32 $0, $1, 0xffffffff;"
     return Uint32(asm(T.i32(), [word(value, loc, ip)], text, "=r,r", True, loc, ip))
+
+
+@dsl_user_op
+def here(values, *, loc=None, ip=None):
+    """The same words, found at this place of the program: not later, where they are used, nor again."""
+    count = len(values)
+    operands = [word(v, loc, ip) for v in values]
+    constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
+    if count == 1:
+        return [Uint32(asm(T.i32(), operands, "", constraints, True, loc, ip))]
+    return list(words(asm(struct(T.i32(), count), operands, "", constraints, True, loc, ip), count, loc, ip))
 
 
 @dsl_user_op

@@ -1,5 +1,8 @@
 """Matrix instructions of a warpgroup (sm_90a)."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -12,33 +15,62 @@ _ROWS_OF_128_HIGH = (1 << 30) | 64
 STEP = 16  # tokens by which the width of a product grows
 
 
-def _products(width: int, steps: int, a: int) -> str:
-    acc = ",".join(f"${i}" for i in range(width * STEP // 2))
-    text = ""
-    for step in range(steps):
-        registers = ",".join(f"${a + 4 * step + i}" for i in range(4))
-        text += (
-            f"wgmma.mma_async.sync.aligned.m64n{width * STEP}k16.f32.bf16.bf16 "
-            f"{{{acc}}}, {{{registers}}}, ${a + 4 * steps + step}, one, 1, 1, 0;\n"
+@dataclass(frozen=True)
+class _Block:
+    """Where a block of assembly has its operands: accumulators of `count` registers each, written and read,
+    `steps` A fragments of four words, the descriptors of each accumulator's B, predicates."""
+
+    accumulators: int
+    count: int
+    steps: int
+
+    @property
+    def a(self) -> int:
+        return 2 * self.accumulators * self.count
+
+    @property
+    def b(self) -> int:
+        return self.a + 4 * self.steps
+
+    @property
+    def digits(self) -> int:
+        return self.b + self.accumulators * self.steps
+
+    def products(self, width: int) -> str:
+        """Of all accumulators, of `width` times 16 columns together; the first ones have the odd 16."""
+        text = ""
+        for step in range(self.steps):
+            registers = ",".join(f"${self.a + 4 * step + i}" for i in range(4))
+            for index, share in enumerate(shares(width, self.accumulators)):
+                if share:
+                    first = index * self.count
+                    acc = ",".join(f"${first + i}" for i in range(share * STEP // 2))
+                    text += (
+                        f"wgmma.mma_async.sync.aligned.m64n{share * STEP}k16.f32.bf16.bf16 {{{acc}}}, "
+                        f"{{{registers}}}, ${self.b + index * self.steps + step}, one, 1, 1, 0;\n"
+                    )
+        # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
+        return text + "wgmma.commit_group.sync.aligned;\n"
+
+    def choose(self, low: int, high: int, digit: int) -> str:
+        """Branches to the products of one of the widths `low` + 1 to `high`, which differ in the `digit`
+        lower binary digits of what is above `low`; labels are local to the block."""
+        if high - low == 1:
+            return self.products(high) + "bra.uni DONE;\n"
+        middle = low + (1 << (digit - 1))
+        if middle >= high:
+            return self.choose(low, high, digit - 1)
+        return (
+            f"@${self.digits + digit - 1} bra.uni ABOVE{middle};\n"
+            + self.choose(low, middle, digit - 1)
+            + f"ABOVE{middle}:\n"
+            + self.choose(middle, high, digit - 1)
         )
-    # The group is closed in here: closed behind the branches, ptxas adds an empty one and waits for more.
-    return text + "wgmma.commit_group.sync.aligned;\n"
 
 
-def _choose(low: int, high: int, digit: int, steps: int, a: int) -> str:
-    """Branches to the products of one of the widths `low` + 1 to `high`, which differ in the `digit` lower
-    binary digits of what is above `low`; labels are local to the block."""
-    if high - low == 1:
-        return _products(high, steps, a) + "bra.uni DONE;\n"
-    middle = low + (1 << (digit - 1))
-    if middle >= high:
-        return _choose(low, high, digit - 1, steps, a)
-    return (
-        f"@${a + 5 * steps + digit - 1} bra.uni ABOVE{middle};\n"
-        + _choose(low, middle, digit - 1, steps, a)
-        + f"ABOVE{middle}:\n"
-        + _choose(middle, high, digit - 1, steps, a)
-    )
+def shares(width: Any, accumulators: int) -> list:
+    """How many of `width` times 16 columns each accumulator holds, a number or one of the device."""
+    return [(width + (accumulators - 1 - i)) // accumulators for i in range(accumulators)]
 
 
 @dsl_user_op
@@ -67,27 +99,28 @@ def width_digits(tokens, most: int, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def products_of_64(acc, a, b, width, most: int, *, loc=None, ip=None):
-    """Issues `acc + a @ b` as one group, without waiting.
+def products_of_64(accs, a, bs, width, most: int, *, loc=None, ip=None):
+    """Issues `acc + a @ b` of each accumulator and its b as one group, without waiting.
 
-    acc: `most` * 8 FP32 values of 64 rows and `most` * 16 columns; a: four words for each 16 of K; b: see
-    `descriptors`; `width`: see `width_digits`. One width is chosen at run time, inside the block, so that all
-    of them use the same registers.
+    accs: FP32 values of 64 rows and 16 * `most` columns together, see `shares`; a: four words for each 16 of
+    K; bs: see `descriptors`; `width`: of all of them together, see `width_digits`. One width is chosen at run
+    time, inside the block, so that all of them use the same registers.
     """
-    count, steps = most * STEP // 2, len(a) // 4
-    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in acc]
+    block = _Block(len(accs), len(accs[0]), len(a) // 4)
+    total = len(accs) * len(accs[0])
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for acc in accs for v in acc]
     operands += [word(v, loc, ip) for v in a]
-    operands += [Int64(v).ir_value(loc=loc, ip=ip) for v in b]
+    operands += [Int64(v).ir_value(loc=loc, ip=ip) for b in bs for v in b]
     operands += [Boolean(v).ir_value(loc=loc, ip=ip) for v in width]
-    first = 2 * count
     text = "{ .reg .pred one;\nsetp.eq.u32 one, 1, 1;\n"
-    text += _choose(0, most, len(width), steps, first) + "DONE: }"
+    text += block.choose(0, most, len(width)) + "DONE: }"
     constraints = ",".join(
-        ["=f"] * count
-        + [str(i) for i in range(count)]
-        + ["r"] * (4 * steps)
-        + ["l"] * steps
+        ["=f"] * total
+        + [str(i) for i in range(total)]
+        + ["r"] * len(a)
+        + ["l"] * (len(bs) * block.steps)
         + ["b"] * len(width)
     )
-    result = asm(struct(T.f32(), count), operands, text, constraints, True, loc, ip)
-    return [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(count)]
+    result = asm(struct(T.f32(), total), operands, text, constraints, True, loc, ip)
+    values = [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(total)]
+    return [values[i : i + block.count] for i in range(0, total, block.count)]

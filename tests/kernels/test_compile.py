@@ -57,6 +57,18 @@ def test_variants_compile(changes):
         assert callable(programs.declared(g, choice).compile())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("tile", [160, 192, 224])
+def test_one_fragment_a_warp_compiles(tile, native):
+    """Not in the table; ptxas would only warn where it cannot keep products in flight."""
+    g = geometry("sm_90a", native)
+    program = programs.declared(g, programs.PrefillChoice(8192, 132, tile, stages=3, per_sm=1, fragments=1))
+    for gated in (True, False):
+        assert program.config.gemm(gated).shared_bytes <= SHARED_LIMIT["sm_90a"] * 1024
+    assert callable(program.compile())
+
+
 def test_prefill_is_for_hopper_alone():
     kinds = {arch: {o.kind for o in programs.choices(geometry(arch))} for arch in SHARED_LIMIT}
     assert kinds.pop("sm_90a") == {"decode", "prefill"}

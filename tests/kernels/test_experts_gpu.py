@@ -27,6 +27,7 @@ FORMS = (
     {"mapped": True, "global_experts": WORLD},
 )
 OTHER_ARCHITECTURES = ("sm_80", "sm_120a")
+ONE_FRAGMENT = ((160, 3), (192, 3), (224, 3))  # work tiles and stages of prefill programs beside the table
 
 
 def arch() -> str:
@@ -40,6 +41,16 @@ def geometry(**changes) -> programs.Geometry:
     return replace(known, **changes)
 
 
+def one_fragment(g: programs.Geometry) -> list[programs.PrefillChoice]:
+    """Prefill programs whose warps take one fragment; for Hopper alone."""
+    if programs.number(g.arch) != 90:
+        return []
+    return [
+        programs.PrefillChoice(programs.WIDE_CHUNK_TOKENS, g.multiprocessors, tile, stages, 1, fragments=1)
+        for tile, stages in ONE_FRAGMENT
+    ]
+
+
 def here(program: Program) -> Program:
     """A program of whatever configuration, compiled for this device."""
     return replace(program, arch=arch())
@@ -49,6 +60,8 @@ def here(program: Program) -> Program:
 def compiled():
     """All programs of these tests at once, in as many processes as there are cores for."""
     wanted = {programs.declared(g, c) for g in (geometry(**f) for f in FORMS) for c in programs.choices(g)}
+    for g in (geometry(), geometry(native=True)):
+        wanted |= {programs.declared(g, c) for c in one_fragment(g)}
     for other in OTHER_ARCHITECTURES:
         g = geometry(arch=other)
         wanted |= {here(programs.declared(g, c)) for c in programs.choices(g)}
@@ -117,6 +130,28 @@ def test_arms_agree_bit_for_bit_and_are_near_the_truth(share):
             )
             assert torch.equal(out.view(torch.int16), csf(x, ids, weights, choice=choice).view(torch.int16))
             assert error(out, truth) < 5e-3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.08, 1.0])
+def test_all_prefill_programs_give_the_same_bits(share):
+    """Two slices along K with a half stage at the end, and rows that do not fill the last CTA's tile; calls
+    that leave accumulators empty, halve odd numbers of steps, and fill several work tiles an expert."""
+    if programs.number(arch()) != 90:
+        pytest.skip("prefill programs are for sm_90")
+    hidden, width = 1344, 192
+    stack = stacks.random_stack(EXPERTS, hidden, width, share, seed=5, device="cuda", wild=share >= 0.01)
+    arms = [Layer(stack, hidden=hidden, native=native) for native in (False, True)]
+    prefill = [c for c in arms[0].options if c.kind == "prefill"]
+    for count in (1, 40, 70, 150, 310, 460, 590, 650, 760, 3000):
+        generator = torch.Generator(device="cuda").manual_seed(count)
+        x = torch.randn(count, hidden, generator=generator, device="cuda").bfloat16()
+        ids, weights = stacks.random_routing(count, EXPERTS, TOPK, count, "cuda")
+        expected = arms[0](x, ids, weights, choice=prefill[-1])
+        assert error(expected, stacks.truth(stack, x, ids, weights)) < 5e-3
+        for layer in arms:
+            for choice in (*prefill, *one_fragment(layer.geometry)):
+                out = layer(x, ids, weights, choice=choice)
+                assert torch.equal(out.view(torch.int16), expected.view(torch.int16)), (count, choice)
 
 
 def test_nan_scales_pass_through():
