@@ -19,13 +19,14 @@ from .programs import KINDS, Choice, DecodeChoice, Geometry
 # table's choice and fits into shared memory is tried.
 TEAM: tuple[dict[str, int], ...] = (
     {"chunk_tiles": 2, "stages": 4},
-    {"split_up": 4, "split_down": 4},
-    {"ctas": 1, "min_ctas": 0, "stages": 4},
+    {"split_up": 4, "split_down": 2},
+    {"split_up": 8, "split_down": 1},
 )
 RUN: tuple[dict[str, int], ...] = (
     {"chunk_tiles": 1, "stages": 4},
     {"blocks": 1, "chunk_tiles": 4},
-    {"ctas": 1, "min_ctas": 0, "stages": 4},  # all registers of a multiprocessor: nothing spills
+    {"warps": 8, "ctas": 2, "min_ctas": 2},
+    {"warps": 8, "ctas": 1, "min_ctas": 0, "stages": 4},  # twice the registers: nothing spills
 )
 STAGES = (-1, 1)  # of a prefill program's ring, beside the table's
 # Instead of prefill's widest work tiles: the form that rebuilds a weight for more tokens.

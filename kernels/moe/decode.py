@@ -14,7 +14,7 @@ from cutlass import BFloat16, Int32, Int64
 
 from ..activation import SILU, Activation
 from .combine import Combine, CombineConfig
-from .expert_gemm import WARPS, ExpertGemm, GemmConfig
+from .expert_gemm import ExpertGemm, GemmConfig
 from .programs import DecodeChoice, Geometry, number
 
 
@@ -24,7 +24,8 @@ class DecodeConfig:
 
     `split_up`, `split_down`: how the two GEMMs share out their items, see `expert_gemm`.
     `capacity`: upper bound of local experts, a multiple of 1024. `n_tiles`: work tiles hold 8 times as
-    many tokens. `own_pairs`: most pairs that a program without a routing launch can take, 0: any number.
+    many tokens. `warps`: of a CTA. `own_pairs`: most pairs that a program without a routing launch can
+    take, 0: any number.
     """
 
     split_up: int
@@ -42,6 +43,7 @@ class DecodeConfig:
     min_ctas: int = 0
     stages: int = 2
     chunk_tiles: int = 2
+    warps: int = 8
     own_pairs: int = 0
 
     def gemm(self, gated: bool) -> GemmConfig:
@@ -54,6 +56,7 @@ class DecodeConfig:
             min_ctas=self.min_ctas,
             chunk_tiles=self.chunk_tiles,
             stages=self.stages,
+            warps=self.warps,
             bulk=self.bulk,
             bf16_fma=self.bf16_fma,
             activation=self.activation,
@@ -82,6 +85,7 @@ def decode_config(g: Geometry, choice: DecodeChoice) -> DecodeConfig:
         min_ctas=choice.min_ctas,
         stages=choice.stages,
         chunk_tiles=choice.chunk_tiles,
+        warps=choice.warps,
         own_pairs=choice.own_pairs,
     )
 
@@ -142,10 +146,10 @@ class Decode:
             x_address, hidden, tiles13, bases13, slices13, starts13, records13, dense13, alpha13, inputs,
             entries, pairs, router, h, inner, partials, flags, inner // 16, hidden // 64, topk, ctas, stream,
         )  # fmt: skip
+        flags2 = flags + Int64(ctas) * (4 * self.c.warps)
         self.down.launch(
             h, inner, tiles2, bases2, slices2, starts2, records2, dense2, alpha2, inputs, entries, pairs,
-            router, y, hidden, partials, flags + Int64(ctas) * (4 * WARPS), hidden // 32, inner // 64, topk,
-            ctas, stream,
+            router, y, hidden, partials, flags2, hidden // 32, inner // 64, topk, ctas, stream,
         )  # fmt: skip
         self.combine.launch(y, inputs, out, tokens, hidden, stream)
 

@@ -33,8 +33,6 @@ from .route import Route, RouteConfig
 from .slices import Slices
 from .stream import Stream, StreamConfig, bounds
 
-WARPS = 8
-THREADS = 32 * WARPS
 LEAST_TILES = 8  # of a warp's run, where items are cut
 
 
@@ -49,6 +47,7 @@ class GemmConfig:
     blocks: int = 2
     chunk_tiles: int = 2
     stages: int = 2
+    warps: int = 8
     bulk: bool = True
     bf16_fma: bool = False
     min_ctas: int = 0
@@ -57,6 +56,11 @@ class GemmConfig:
     wide_ids: bool = False
     mapped: bool = False
     own_pairs: int = 0  # up to so many pairs a CTA routes for itself; 0: the tables come from a launch
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 32 * self.warps
 
     @property
     def tokens_ahead(self) -> int:
@@ -74,7 +78,7 @@ class GemmConfig:
 
     @property
     def route(self) -> RouteConfig:
-        threads = THREADS if self.own_pairs else ROUTE_THREADS
+        threads = self.threads if self.own_pairs else ROUTE_THREADS
         return RouteConfig(
             self.capacity, 8 * self.n_tiles, self.wide_ids, self.mapped, self.own_pairs, threads
         )
@@ -92,7 +96,7 @@ class GemmConfig:
     @property
     def shared_bytes(self) -> int:
         per_warp = self.stream.shared_bytes + self.queue_bytes + self.epilogue.partial_bytes
-        working = WARPS * per_warp + WARPS // self.split * self.epilogue.target_bytes
+        working = self.warps * per_warp + self.warps // self.split * self.epilogue.target_bytes
         return max(working, self.route.scratch_bytes) + -(-self.table_bytes // 16) * 16
 
 
@@ -117,14 +121,14 @@ class ExpertGemm:
     ):  # fmt: skip
         """Enqueues the kernel; all `Int64` are device addresses, see `PreparedMatrix` and `route`.
 
-        `partials`: FP32 [8 * ctas, units * 128]; `flags`: int32 [8 * ctas], zero before and after.
+        `partials`: FP32 [warps * ctas, units * 128]; `flags`: int32 [warps * ctas], zero before and after.
         """
         self.kernel(
             x, x_stride, tiles, bases, slices, starts, records, dense, alpha, inputs, entries, pairs, router,
             out, out_stride, partials, flags, row_blocks, k_tiles, topk,
         ).launch(
             grid=[ctas, 1, 1],
-            block=[THREADS, 1, 1],
+            block=[self.c.threads, 1, 1],
             stream=stream,
             use_pdl=self.c.bulk,
             min_blocks_per_mp=self.c.min_ctas,
@@ -155,10 +159,10 @@ class ExpertGemm:
         )
         base = Int32(shared.toint())
         ring = base + warp * (c.stages * sc.slot_bytes)
-        bars = base + WARPS * c.stages * sc.slot_bytes + warp * (c.stages * 8)
-        queues = base + WARPS * sc.shared_bytes + warp * c.queue_bytes
+        bars = base + c.warps * c.stages * sc.slot_bytes + warp * (c.stages * 8)
+        queues = base + c.warps * sc.shared_bytes + warp * c.queue_bytes
         partial = (
-            base + WARPS * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
+            base + c.warps * (sc.shared_bytes + c.queue_bytes) + team * (c.split * c.epilogue.partial_bytes)
         )
         tables = base + c.shared_bytes - cutlass.const_expr(-(-c.table_bytes // 16) * 16)
         target = tables - (team + 1) * c.epilogue.target_bytes
@@ -336,7 +340,7 @@ class ExpertGemm:
             # Neighbours in the sequence are neighbours on an SM: they use the same tokens. A warp only
             # ever waits for lower numbers, that is for CTAs that started before its own.
             total = items * chunks
-            workers = grid * WARPS
+            workers = grid * c.warps
             least = cutlass.const_expr(max(1, LEAST_TILES // c.chunk_tiles))
             if total < workers * least:
                 workers = (total + (least - 1)) // least
@@ -358,7 +362,7 @@ class ExpertGemm:
                 a_first = begin - first * chunks
                 b_last = end - last * chunks
             return (run, longer), worker, (first, last, a_first, Int32(0), b_last, chunks)
-        teams = grid * (WARPS // c.split)
+        teams = grid * (c.warps // c.split)
         mine = team * grid + bid
         each = items // teams
         more = items - each * teams

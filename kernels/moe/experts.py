@@ -197,7 +197,8 @@ def run(
     """Enqueues out[t] = sum over k of router[t, k] * expert(ids[t, k])(x[t]) on the current stream.
 
     x, out: bf16 [T, H]; ids: int32 or int64 [T, k], as the program was compiled for; router: FP32 [T, k];
-    expert_map: int32 [global experts] or None; flags: int32 [16 * ctas], zero before and after.
+    expert_map: int32 [global experts] or None; flags: int32 [2 * warps * ctas] of the
+    program, zero before and after.
     """
     tokens = x.shape[0]
     if tokens == 0:

@@ -19,7 +19,7 @@ from ..packer import STEPS
 from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
-TEAM_PAIRS = 16
+TEAM_PAIRS = 20
 LANES = 32  # where so many pairs are the most, a warp of each CTA routes alone
 # A call with more tokens runs in pieces, so that its workspace stays bounded.
 CHUNK_TOKENS = 1024
@@ -77,13 +77,14 @@ class DecodeChoice:
     split_up: int
     split_down: int
     own_pairs: int
+    warps: int = 8
 
     @property
     def units(self) -> int:
         return 2 * self.blocks * self.n_tiles
 
     def workspace(self, take: Take, g: Geometry, tokens: int) -> Workspace:
-        return Workspace.within(take, tokens, g.topk, g.hidden, g.inner, 8 * self.ctas, self.units)
+        return Workspace.within(take, tokens, g.topk, g.hidden, g.inner, self.warps * self.ctas, self.units)
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,14 @@ class PrefillChoice:
 Choice = DecodeChoice | PrefillChoice
 
 
-def split_k(columns: int) -> int:
-    """Warps (1, 2, 4 or 8) of a team that shares an item's K, each with at least four tiles."""
-    for warps in (8, 4, 2):
-        if -(-columns // layout.TILE_K // warps) >= 4:
-            return warps
+def team_split(items: int, columns: int, warps: int) -> int:
+    """Warps (1, 2, 4 or 8) of a team that shares an item's K: as many as find work at once, but at least four
+    tiles for each, and no more items one after the other than whole slices would give."""
+    tiles = -(-columns // layout.TILE_K)
+    for split in (8, 4, 2):
+        whole = tiles // split >= layout.SLICE_TILES
+        if tiles // split >= 4 and (items * split <= warps or whole):
+            return split
     return 1
 
 
@@ -140,42 +144,62 @@ def _until(g: Geometry, tokens_per_expert: float) -> int:
 
 
 def decode_choices(g: Geometry) -> list[Choice]:
-    """Teams win for one or two tokens, work tiles of 8 tokens while experts have fewer than about 4.5 on
-    average, of 16 up to about 16, of 32 beyond; on Hopper prefill programs take over at 12."""
-    two, one = 2 * g.multiprocessors, g.multiprocessors
-    deep = 4 if shared_memory(g.arch) > 200 else 2  # stages where one CTA has an SM to itself
+    """Teams win for a few tokens, work tiles of 8 tokens while experts have fewer than about 4.5 on average,
+    of 16 up to about 16, of 32 beyond; on Hopper prefill programs take over at 12."""
+    deep = shared_memory(g.arch) > 200
+    # Two CTAs of 8 warps share an SM, or one of 16 where there is room: one of two runs ahead of the other.
+    shape = {"ctas": g.multiprocessors, "min_ctas": 1, "warps": 16}
+    if not deep:
+        shape = {"ctas": 2 * g.multiprocessors, "min_ctas": 2, "warps": 8}
 
     def run(tokens: int, n_tiles: int, own: bool, **other: int) -> Choice:
-        fields = {"ctas": two, "blocks": 2, "chunk_tiles": 2, "stages": 2, "min_ctas": 2, **other}
+        fields = {"blocks": 2, "chunk_tiles": 2, "stages": 2, **shape, **other}
         return DecodeChoice(
             tokens, n_tiles=n_tiles, split_up=1, split_down=1, own_pairs=OWN_PAIRS if own else 0, **fields
         )
 
     own, narrow = OWN_PAIRS // g.topk, _until(g, 4.5)
     few = max(1, TEAM_PAIRS // g.topk)
-    team_own = LANES if few * g.topk <= LANES else OWN_PAIRS
-    found: list[Choice] = [
-        DecodeChoice(few, two, 1, 1, 4, 2, 2, split_k(g.hidden), split_k(g.inner), team_own),
-        run(min(own, narrow), 1, True),
-    ]
+    found: list[Choice] = [_team(g, tokens, shape) for tokens in range(1, few + 1)]
+    found.append(run(min(own, narrow), 1, True))
     if narrow > own:
         found.append(run(narrow, 1, False))
     medium = _until(g, 12 if number(g.arch) == 90 else 16)
     found += [run(min(own, medium), 2, True), run(medium, 2, False)]
     if number(g.arch) == 90:
         return found
-    found.append(run(CHUNK_TOKENS, 4, False, ctas=one, stages=deep, min_ctas=0))
+    last = {"ctas": g.multiprocessors, "min_ctas": 0, "warps": 8, "stages": 4 if deep else 2}
+    found.append(run(CHUNK_TOKENS, 4, False, **last))
     return found
+
+
+def _team(g: Geometry, tokens: int, shape: dict[str, int]) -> Choice:
+    pairs, warps = tokens * g.topk, shape["ctas"] * shape["warps"]
+    up, down = 2 * g.inner // layout.TILE_ROWS, g.hidden // layout.TILE_ROWS
+    return DecodeChoice(
+        tokens,
+        n_tiles=1,
+        blocks=1,
+        chunk_tiles=4,
+        stages=2,
+        split_up=team_split(pairs * up, g.hidden, warps),
+        split_down=team_split(pairs * down, g.inner, warps),
+        own_pairs=LANES if pairs <= LANES else OWN_PAIRS,
+        **shape,
+    )
 
 
 def prefill_choices(g: Geometry) -> list[Choice]:
     """Work tiles of 32 tokens with two CTAs a multiprocessor while experts have up to 28 tokens on average,
-    of 64 up to 56, of 128 beyond."""
+    of 64 up to 56, of 128 beyond; between 136 and 176, where two tiles of 128 would be half empty, of 192."""
     sms = g.multiprocessors
+    wide = PrefillChoice(WIDE_CHUNK_TOKENS, sms, tile=128, stages=4, per_sm=1)
     return [
         PrefillChoice(_until(g, 28), 2 * sms, tile=32, stages=3, per_sm=2),
         PrefillChoice(_until(g, 56), sms, tile=64, stages=5, per_sm=1),
-        PrefillChoice(WIDE_CHUNK_TOKENS, sms, tile=128, stages=4, per_sm=1),
+        replace(wide, tokens=_until(g, 136)),
+        PrefillChoice(_until(g, 176), sms, tile=192, stages=3, per_sm=1, fragments=1),
+        wide,
     ]
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Candidates: one form of each program beside the table's, and the neighbours."""
-    monkeypatch.setattr(candidates, "RUN", ({"ctas": 1, "min_ctas": 0, "stages": 4},))
+    monkeypatch.setattr(candidates, "RUN", ({"warps": 8, "ctas": 2, "min_ctas": 2},))
     monkeypatch.setattr(candidates, "STAGES", (-1,))
     gc.collect()
     build.reclaim()
