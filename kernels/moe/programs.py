@@ -131,10 +131,13 @@ def choices(g: Geometry) -> tuple[Choice, ...]:
 def _rising(found: list[Choice], most: int) -> tuple[Choice, ...]:
     """Those that take more tokens than the ones before them, up to `most` and the first that takes it."""
     kept: list[Choice] = []
-    for choice in found:
-        tokens = min(choice.tokens, most)
-        if not kept or tokens > kept[-1].tokens:
-            kept.append(replace(choice, tokens=tokens))
+    for found_choice in found:
+        choice = replace(found_choice, tokens=min(found_choice.tokens, most))
+        if kept and choice.tokens <= kept[-1].tokens:
+            continue
+        if kept and choice == replace(kept[-1], tokens=choice.tokens):
+            kept.pop()
+        kept.append(choice)
     return tuple(kept)
 
 
