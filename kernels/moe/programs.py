@@ -20,6 +20,8 @@ from .experts import Workspace
 
 OWN_PAIRS = 640  # up to so many pairs, CTAs route for themselves
 TEAM_PAIRS = 20
+# Warps that run at once on an H200. Teams are sized for these, so that programs do not depend on the device.
+TEAM_WARPS = 132 * 16
 LANES = 32  # where so many pairs are the most, a warp of each CTA routes alone
 # A call with more tokens runs in pieces, so that its workspace stays bounded.
 CHUNK_TOKENS = 1024
@@ -107,13 +109,13 @@ class PrefillChoice:
 Choice = DecodeChoice | PrefillChoice
 
 
-def team_split(items: int, columns: int, warps: int) -> int:
+def team_split(items: int, columns: int) -> int:
     """Warps (1, 2, 4 or 8) of a team that shares an item's K: as many as find work at once, but at least four
     tiles for each, and no more items one after the other than whole slices would give."""
     tiles = -(-columns // layout.TILE_K)
     for split in (8, 4, 2):
         whole = tiles // split >= layout.SLICE_TILES
-        if tiles // split >= 4 and (items * split <= warps or whole):
+        if tiles // split >= 4 and (items * split <= TEAM_WARPS or whole):
             return split
     return 1
 
@@ -177,7 +179,7 @@ def decode_choices(g: Geometry) -> list[Choice]:
 
 
 def _team(g: Geometry, tokens: int, shape: dict[str, int]) -> Choice:
-    pairs, warps = tokens * g.topk, shape["ctas"] * shape["warps"]
+    pairs = tokens * g.topk
     up, down = 2 * g.inner // layout.TILE_ROWS, g.hidden // layout.TILE_ROWS
     return DecodeChoice(
         tokens,
@@ -185,8 +187,8 @@ def _team(g: Geometry, tokens: int, shape: dict[str, int]) -> Choice:
         blocks=1,
         chunk_tiles=4,
         stages=2,
-        split_up=team_split(pairs * up, g.hidden, warps),
-        split_down=team_split(pairs * down, g.inner, warps),
+        split_up=team_split(pairs * up, g.hidden),
+        split_down=team_split(pairs * down, g.inner),
         own_pairs=LANES if pairs <= LANES else OWN_PAIRS,
         **shape,
     )
