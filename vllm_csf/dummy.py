@@ -19,7 +19,8 @@ def fill(layer: torch.nn.Module, intake: Intake, dialect: Dialect) -> None:
     for half in ("w13", "w2"):
         weight = getattr(layer, f"{half}_{dialect.weight}").data
         # One expert's worth of random bytes for all: dummy runs measure time, not text.
-        weight.copy_(_random(*weight.shape[1:], generator=generator))
+        # Sent before it is repeated: torch would repeat it on the host.
+        weight.copy_(_random(*weight.shape[1:], generator=generator).to(weight.device))
         getattr(layer, f"{half}_{dialect.global_scale}").data.fill_(ALPHA)
     for name, shard in (("csf_scales13", "w1"), ("csf_scales2", "w2")):
         rows, cols = intake.shape.local_plane(shard)
@@ -30,7 +31,8 @@ def fill(layer: torch.nn.Module, intake: Intake, dialect: Dialect) -> None:
             slabs = _random(rows // 16, 16 * (1 + cols // 2), generator=generator)
             slabs[:, :16] = BASE
             scales = slabs.view(-1)
-        getattr(layer, name).data.copy_(scales)
+        staged = getattr(layer, name).data
+        staged.copy_(scales.to(staged.device))
     for shard in intake.shape.shards:
         intake.invent(shard, _exceptions(*intake.shape.local_plane(shard)))
 

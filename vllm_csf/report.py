@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,12 +119,10 @@ class Ledger:
             self._totals = Totals()
 
     def _finish(self, device: torch.device) -> Account | None:
-        began = time.perf_counter()
         account = self._startup.finish()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what a program does wrong is said here, not somewhere later
         if account is not None:
-            account.seconds = time.perf_counter() - began
             for served in self._startup.served.values():
                 logger.debug("csf_nvfp4: %s", served.plan)
         return account

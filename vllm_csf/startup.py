@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -142,15 +143,18 @@ class Startup:
 
     def finish(self) -> Account | None:
         """Waits for the programs, tunes where that was asked for, and tries them. None where nothing new was
-        declared.
+        declared. The account's seconds are all that the start waited, before the first layer for the programs
+        that pack weights included.
 
         Raises CompileError naming a program that does not compile.
         """
         if not self._underway:
             return None
+        began = time.perf_counter()
         total = Account(reclaimed=self._reclaimed)
         for preparation in self._preparations.values():
             total.add(preparation.settle())
+        before = total.seconds
         for underway in self._underway.values():
             loaded = underway.build.finish()
             total.add(underway.build.account)
@@ -163,6 +167,7 @@ class Startup:
         self._underway.clear()
         total.reclaimed += build.reclaim()  # the candidates that lost
         self._reclaimed = 0
+        total.seconds = before + time.perf_counter() - began
         return total
 
     def _tune(

@@ -54,6 +54,23 @@ def test_a_checkpoint_without_fp4_experts_is_refused(checkpoint, capsys):
     assert "no experts in FP4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--overlap-starts"], "--overlap-starts needs --together"),
+        (["--uniform-routing"], "--uniform-routing with a stock arm needs a CUDA device"),
+        (["--synthetic-acceptance", "2.4"], "--synthetic-acceptance needs a CUDA device"),
+    ],
+)
+def test_serve_refuses_what_it_cannot_do(checkpoint, capsys, monkeypatch, flags, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    folder = str(checkpoint("qwen3-moe", "dequantized"))
+    assert cli.main(["bench", "serve", folder, *flags]) == 1
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
 def test_table_prints_and_draws(tmp_path, capsys):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(RECORD))

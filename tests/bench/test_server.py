@@ -107,3 +107,21 @@ def test_a_server_that_takes_too_long_is_stopped(serve):
     with pytest.raises(ServerError, match="not ready after 0 s"):
         server.wait()
     assert wait_until_dead(leader)
+
+
+def test_it_waits_for_its_log(serve):
+    server = serve("import time; print('coming', flush=True); time.sleep(600)", start_seconds=60)
+    server.launch()
+    server.wait_for_log("com.ng")
+    assert "coming" in server.log_text()
+    server.stop()
+
+
+@pytest.mark.parametrize("program", ["print('other')", "import time; time.sleep(600)"])
+def test_it_does_not_wait_for_ever_for_its_log(serve, program):
+    server = serve(program, start_seconds=1.0)
+    began = time.monotonic()
+    server.launch()
+    server.wait_for_log("coming")
+    assert time.monotonic() - began < 30
+    server.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ class World:
         self.fails_in_window: dict[str, int] = {}
         self.interrupt_at: int | None = None
         self.flags: dict[str, list[str]] = {}
+        self.environments: list[dict[str, str]] = []
         self.driven: list[dict[str, str]] = []
 
 
@@ -46,7 +48,10 @@ def world(monkeypatch) -> World:
     state = World()
 
     class Server:
-        def __init__(self, model: str, flags: list[str], *, log: Path, **_: Any) -> None:
+        def __init__(
+            self, model: str, flags: list[str], *, log: Path, environment: dict[str, str], **_: Any
+        ) -> None:
+            state.environments.append(environment)
             self.model, self.name, self.url = model, Path(model).name, model
             self.steps = 0
             log.write_text("one line\n")
@@ -56,6 +61,10 @@ def world(monkeypatch) -> World:
             state.diary.append(f"launch {self.name}")
             state.up.add(self.name)
             state.most_up = max(state.most_up, len(state.up))
+
+        def wait_for_log(self, pattern: str) -> None:
+            assert re.search(pattern, "Model loading took 3.5 GiB memory and 2.1 seconds")
+            state.diary.append(f"loaded {self.name}")
 
         def wait(self) -> float:
             if self.name in state.fails_at_start:
@@ -184,6 +193,43 @@ def test_together_no_server_starts_while_another_loads(world):
     ]
     for start in record["starts"]:
         assert (start["device_mib"], start["host_peak_mib"], start["start_seconds"]) == (40, 3, 12.3)
+
+
+def test_overlapping_a_server_starts_once_the_one_before_is_loaded(world):
+    world.resident_mib = 40
+    record = measure(wanted(together=True, overlap_starts=True))
+    begun = [f"{what} {arm.name}" for arm in ARMS for what in ("launch", "loaded")]
+    assert world.diary[:9] == [*begun, *(f"ready {arm.name}" for arm in ARMS)]
+    assert len(record["windows"]) == 12
+    for start in record["starts"]:
+        assert not {"start_seconds", "device_mib"} & set(start)
+        assert start["host_peak_mib"] == 3
+    assert any("started overlapping" in line for line in serve_report.notes(record))
+
+
+def test_overlapping_an_arm_that_does_not_start_leaves_the_rest(world):
+    world.fails_at_start.add("stock")
+    record = measure(wanted(together=True, overlap_starts=True))
+    assert [failure["arm"] for failure in record["failures"]] == ["stock"]
+    assert {row["arm"] for row in record["windows"]} == {"native", "csf"}
+    assert not world.up
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_all_arms_route_alike(world, uniform):
+    record = measure(wanted(uniform_routing=uniform))
+    found = {environment.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") for environment in world.environments}
+    assert found == {"uniform_random" if uniform else None}
+    assert any("at random" in line for line in serve_report.notes(record)) == uniform
+
+
+def test_vllm_knows_the_routing() -> None:
+    from vllm import envs
+    from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator
+
+    ((variable, strategy),) = serving.UNIFORM_ROUTING.items()
+    assert variable in envs.environment_variables
+    assert strategy in RoutingSimulator.get_available_strategies()
 
 
 def test_together_an_arm_that_does_not_start_leaves_the_rest(world):

@@ -18,15 +18,18 @@ pytest.importorskip("cutlass")
 from test_methods import ENCODED, NVFP4, PREFIX, experts, vllm_config  # noqa: F401 - the fixture is used by its name
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm_csf.kernels import layout
+from vllm_csf.kernels.activation import SILU
 from vllm_csf.kernels.compiled import build
 from vllm_csf.kernels.compiled.build import ProgramSet, UndeclaredProgramError
+from vllm_csf.kernels.compiled.cache import ProgramCache
 from vllm_csf.kernels.scales import planes as planes_module
 
 from vllm_csf import cute, dummy
 from vllm_csf import experts as method_module
 from vllm_csf.parameters import MODELOPT
-from vllm_csf.planning import make_plan
+from vllm_csf.planning import LayerFacts, Limits, geometry_of, make_plan
 from vllm_csf.report import Totals
+from vllm_csf.startup import Startup
 from vllm_csf.stock import stock_config
 
 
@@ -88,6 +91,25 @@ def run(layer: RoutedExperts, tokens: int) -> torch.Tensor:
     x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
     ids = torch.zeros(tokens, 2, dtype=torch.int64)
     return layer.quant_method.run(layer, x, torch.ones(tokens, 2), ids)
+
+
+def test_waiting_for_the_programs_that_pack_counts(monkeypatch, tmp_path):
+    finish = build.Build.finish
+
+    def slowly(self) -> ProgramSet:
+        self.account.seconds += 5.0 if self._owner == "the preparation of weights" else 0.0
+        return finish(self)
+
+    monkeypatch.setattr(build.Build, "finish", slowly)
+    facts = LayerFacts(EXPERTS, EXPERTS, HIDDEN, WIDTH, 2, SILU, mapped=False)
+    startup = Startup()
+    served = startup.declare(
+        make_plan(geometry_of(facts, "sm_90a", 132), Limits(64)), ProgramCache(tmp_path)
+    )
+    served.packer()
+    account = startup.finish()
+    assert account is not None
+    assert 5.0 <= account.seconds < 10.0
 
 
 def test_a_model_and_its_draft_start(called, lines, vllm_config):  # noqa: F811

@@ -14,6 +14,7 @@ GENERATED = "vllm:generation_tokens_total"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 CACHE = "vllm:cache_config_info"
+LOADED = r"(?:Model loading|Loading weights) took"  # in the log, once weights have come
 
 
 @dataclass(frozen=True)

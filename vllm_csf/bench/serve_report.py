@@ -136,13 +136,16 @@ def notes(record: dict[str, Any]) -> list[str]:
         f"Checkpoint {record['checkpoint']['name']}, SHA-256 {record['checkpoint'].get('sha256', '')[:16]}.",
         f"{rounds} rounds of {settings['repeats']} windows, "
         + (
-            "all servers up side by side, started one after the other"
+            "all servers up side by side, started "
+            + ("overlapping" if settings.get("overlap_starts") else "one after the other")
             if settings["together"]
             else "a server at a time"
         )
         + f", {settings['waves']} requests for each that runs at a time, temperature "
         f"{settings['temperature']:g}, no prefix caching.",
     ]
+    if settings.get("uniform_routing"):
+        lines.append("Tokens go to experts at random (vLLM's simulation), in all arms alike.")
     if "mtp" in settings["speculations"]:
         made_up = settings["synthetic_acceptance"]
         how = "as the model drafts" if made_up is None else f"made up: {made_up:g} tokens a step"

@@ -129,6 +129,15 @@ class Server:
             raise
         return time.monotonic() - self._launched
 
+    def wait_for_log(self, pattern: str) -> None:
+        """Until the log has it. Returns as well where it never will; `wait` says then what is wrong."""
+        assert self._process is not None
+        deadline = self._launched + self._start_seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            if re.search(pattern, self.log_text()):
+                return
+            time.sleep(0.25)
+
     def peak_host_bytes(self) -> int:
         """The largest resident size of each of the server's processes so far, summed (Linux; 0 elsewhere)."""
         if self._process is None:

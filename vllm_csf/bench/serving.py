@@ -9,7 +9,8 @@ after every window:
     {"machine": {...}, "commit": ..., "checkpoint": {...}, "settings": {...}, "skipped": {arm: reason},
      "failures": [...], "starts": [...], "windows": [...]}
 
-An entry of starts has `others_up`: how many other servers were up, idle, while this one started.
+An entry of starts has `others_up`: how many other servers were up, idle, while this one started. Starts that
+overlap have no `start_seconds` and no `device_mib`, which others would be part of.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ WARM_OUTPUT = 8
 WARM_TOKENS = 1 << 16  # prompts of a warm-up, all together, beyond the first
 SETTLE_SECONDS = 0.3  # until the server's counters have seen its last step
 ROOM = 16  # tokens of a sequence beside prompt and output, for drafts
+UNIFORM_ROUTING = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class Wanted:
 
     speculations: some of `OFF` and `MTP`; synthetic_acceptance: tokens a verified draft yields, made up;
     rounds: how often each arm has its turn; repeats: windows of a load in a turn; waves: requests of a
-    window for each that runs at a time; together: all arms' servers stay up side by side; duration: no
-    window and no start begins after so many seconds.
+    window for each that runs at a time; together: all arms' servers stay up side by side; overlap_starts: of
+    those, one starts as soon as the one before has its weights; duration: no window and no start begins after
+    so many seconds; uniform_routing: tokens go to experts at random, by vLLM's simulation, in all arms.
     """
 
     checkpoint: str
@@ -69,6 +72,8 @@ class Wanted:
     waves: int = 4
     temperature: float = 0.0
     together: bool = False
+    overlap_starts: bool = False
+    uniform_routing: bool = False
     duration: float | None = None
     start_seconds: float = 900.0
     commit: str = "unknown"
@@ -194,14 +199,8 @@ class _Session:
 
     def _together(self, speculation: str) -> None:
         with contextlib.ExitStack() as stack:
-            running: list[_Running] = []
-            for subject in self.wanted.subjects:
-                if self._over:
-                    self.say(f"{subject.name}, speculation {speculation}: not started, time is up")
-                    continue
-                one = self._start(stack, 0, speculation, subject, others_up=len(running))
-                if one is not None:
-                    running.append(one)
+            start = self._overlapping if self.wanted.overlap_starts else self._one_after_the_other
+            running = start(stack, speculation)
             for number in range(self.wanted.rounds):
                 if self._over:
                     break
@@ -209,6 +208,31 @@ class _Session:
                     for repeat in range(self.wanted.repeats):
                         for one in _turn(running, number):
                             self._window(one, number, repeat, load)
+
+    def _one_after_the_other(self, stack: contextlib.ExitStack, speculation: str) -> list[_Running]:
+        running: list[_Running] = []
+        for subject in self._in_time(speculation):
+            one = self._start(stack, 0, speculation, subject, others_up=len(running))
+            if one is not None:
+                running.append(one)
+        return running
+
+    def _overlapping(self, stack: contextlib.ExitStack, speculation: str) -> list[_Running]:
+        """Loading takes more memory than what is kept; what comes after it does not."""
+        coming: list[tuple[_Running, dict[str, Any]]] = []
+        for subject in self._in_time(speculation):
+            one = self._launch(stack, speculation, subject)
+            where = {"round": 0, "speculation": speculation, "arm": subject.name, "others_up": len(coming)}
+            one.server.wait_for_log(observe.LOADED)
+            coming.append((one, where))
+        return [one for one, where in coming if self._ready(one, where) is not None]
+
+    def _in_time(self, speculation: str) -> Iterator[Subject]:
+        for subject in self.wanted.subjects:
+            if self._over:
+                self.say(f"{subject.name}, speculation {speculation}: not started, time is up")
+            else:
+                yield subject
 
     # ---- servers ---------------------------------------------------------------------------------
 
@@ -226,23 +250,39 @@ class _Session:
         told by a difference.
         """
         before = _settled_mib()
-        one = _Running(subject, speculation, self._server(subject, speculation))
-        stack.callback(one.server.stop)
+        one = self._launch(stack, speculation, subject)
         where = {"round": number, "speculation": speculation, "arm": subject.name, "others_up": others_up}
-        one.server.launch()
-        try:
-            seconds = one.server.wait()
-            start = where | self._facts(one.server, seconds)
-        except ServerError as error:
-            self._failed(one, error, **where)
+        start = self._ready(one, where)
+        if start is None:
             return None
         after = machine.used_mib()
         if before is not None and after is not None:
             start["device_mib"] = after - before
-        self.record["starts"].append(start)
-        self.say(f"{subject.name}, speculation {speculation}: ready after {seconds:.0f} s")
         self.keep()
         return one
+
+    def _launch(self, stack: contextlib.ExitStack, speculation: str, subject: Subject) -> _Running:
+        one = _Running(subject, speculation, self._server(subject, speculation))
+        stack.callback(one.server.stop)
+        one.server.launch()
+        return one
+
+    def _ready(self, one: _Running, where: dict[str, Any]) -> dict[str, Any] | None:
+        """The entry of a server that came up, which is in the record from then on; None where it does not."""
+        try:
+            seconds = one.server.wait()
+            start = where | self._facts(one.server)
+        except ServerError as error:
+            self._failed(one, error, **where)
+            return None
+        took = ""
+        if not self.wanted.overlap_starts:
+            start["start_seconds"] = round(seconds, 1)
+            took = f" after {seconds:.0f} s"
+        self.record["starts"].append(start)
+        self.say(f"{one.subject.name}, speculation {one.speculation}: ready{took}")
+        self.keep()
+        return start
 
     def _server(self, subject: Subject, speculation: str) -> Server:
         w, flags = self.wanted, list(subject.flags)
@@ -255,7 +295,7 @@ class _Session:
         if speculation == MTP:
             flags += ["--speculative-config", json.dumps(speculative_config(w))]
         log = self.folder / f"{next(self._numbers)}-{subject.name}-{speculation}.log"
-        environment = dict(subject.environment)
+        environment = dict(subject.environment) | (UNIFORM_ROUTING if w.uniform_routing else {})
         if Path(subject.model).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"
         return Server(
@@ -267,8 +307,8 @@ class _Session:
             start_seconds=w.start_seconds,
         )
 
-    def _facts(self, server: Server, seconds: float) -> dict[str, Any]:
-        found = {"start_seconds": round(seconds, 1), **observe.facts(server.log_text())}
+    def _facts(self, server: Server) -> dict[str, Any]:
+        found = observe.facts(server.log_text())
         found.setdefault("kv_tokens", observe.kv_tokens(server.text("/metrics")))
         found["host_peak_mib"] = server.peak_host_bytes() >> 20
         return found

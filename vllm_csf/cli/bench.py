@@ -215,6 +215,16 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         help="start arm after arm and keep all servers up, so that windows alternate",
     )
     parser.add_argument(
+        "--overlap-starts",
+        action="store_true",
+        help="with --together: start the next as soon as one has its weights; starts are not timed then",
+    )
+    parser.add_argument(
+        "--uniform-routing",
+        action="store_true",
+        help="send tokens to experts at random, in all arms alike, by vLLM's simulation; for made-up weights",
+    )
+    parser.add_argument(
         "--speculation",
         choices=("auto", "off", "mtp", "both"),
         default="auto",
@@ -247,8 +257,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise records.BenchError(
             "--synthetic-acceptance needs a CUDA device: vLLM's CPU build has no kernel for it"
         )
+    if arguments.overlap_starts and not arguments.together:
+        raise records.BenchError("--overlap-starts needs --together: else one server is up at a time")
     kinds = {"auto": ["off", "mtp"] if subjects.has_mtp(config) else ["off"], "both": ["off", "mtp"]}
     found, skipped = _subjects(arguments)
+    if arguments.uniform_routing and not has_cuda() and any(subject.name == "stock" for subject in found):
+        raise records.BenchError(
+            "--uniform-routing with a stock arm needs a CUDA device: the experts of vLLM's CPU build refuse "
+            "the indices of its simulation; leave stock out of --arms"
+        )
     given = arguments.load or [loads(text) for text in LOADS]
     wanted = serving.Wanted(
         checkpoint=arguments.checkpoint,
@@ -263,6 +280,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         waves=arguments.waves,
         temperature=arguments.temperature,
         together=arguments.together,
+        overlap_starts=arguments.overlap_starts,
+        uniform_routing=arguments.uniform_routing,
         start_seconds=arguments.start_seconds,
         commit=machine.commit(arguments.commit),
         skipped=skipped,
