@@ -103,9 +103,7 @@ def test_waiting_for_the_programs_that_pack_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(build.Build, "finish", slowly)
     facts = LayerFacts(EXPERTS, EXPERTS, HIDDEN, WIDTH, 2, SILU, mapped=False)
     startup = Startup()
-    served = startup.declare(
-        make_plan(geometry_of(facts, "sm_90a", 132), Limits(64)), ProgramCache(tmp_path)
-    )
+    served = startup.declare(make_plan(geometry_of(facts, "sm_90a", 132), Limits(64)), ProgramCache(tmp_path))
     served.packer()
     account = startup.finish()
     assert account is not None
