@@ -14,7 +14,8 @@ GENERATED = "vllm:generation_tokens_total"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 CACHE = "vllm:cache_config_info"
-LOADED = r"(?:Model loading|Loading weights) took"  # in the log, once weights have come
+# In the log, once weights have come and are arranged. The CPU build says no more than that they have come.
+LOADED, LOADED_ON_CPU = "Model loading took", "Loading weights took"
 
 
 @dataclass(frozen=True)

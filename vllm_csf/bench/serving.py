@@ -220,10 +220,11 @@ class _Session:
     def _overlapping(self, stack: contextlib.ExitStack, speculation: str) -> list[_Running]:
         """Loading takes more memory than what is kept; what comes after it does not."""
         coming: list[tuple[_Running, dict[str, Any]]] = []
+        loaded = observe.LOADED_ON_CPU if self._cpu else observe.LOADED
         for subject in self._in_time(speculation):
             one = self._launch(stack, speculation, subject)
             where = {"round": 0, "speculation": speculation, "arm": subject.name, "others_up": len(coming)}
-            one.server.wait_for_log(observe.LOADED)
+            one.server.wait_for_log(loaded)
             coming.append((one, where))
         return [one for one, where in coming if self._ready(one, where) is not None]
 
