@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +21,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from . import codec, example_config
+from . import codec, example_config, example_tensors
 from .errors import CheckpointError, reason
+from .example_sizes import Sizes
+from .example_tensors import FAMILIES, PROJECTIONS, Part, drafting
 from .quantize import Quantized, global_scale, quantize
 
-FAMILIES = ("qwen3-moe", "glm4-moe")
 LAYOUTS = ("modelopt", "compressed-tensors", "csf", "container", "dequantized")
 SHARDS = 2
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-MAX_HEAD_DIM = 512
 DEGREES_OF_FREEDOM = 4.0  # of Student's t: tails that make exceptions
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """hidden and width: multiples of 32; vocabulary: at least the special tokens and all bytes; head_dim: a
-    multiple of 8, as vLLM's attention wants it."""
-
-    layers: int = 2
-    hidden: int = 128
-    width: int = 96
-    experts: int = 8
-    topk: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    vocabulary: int = 300
-    positions: int = 512
-
-    def check(self) -> None:
-        """Raises ValueError for sizes that no layout, or no tokenizer, can hold."""
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
-        for name in ("hidden", "width"):
-            if (value := getattr(self, name)) < 32 or value % 32:
-                raise ValueError(f"{name} is {value}, expected a multiple of 32")
-        # Rotary embedding turns pairs, in half of the head for GLM; FlashAttention reads eight at a time.
-        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {self.head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}")
-        least = len(example_config.SPECIALS) + 256
-        if self.vocabulary < least:
-            raise ValueError(f"vocabulary is {self.vocabulary}, expected at least {least}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, expected a multiple of kv_heads, {self.kv_heads}")
-        if not 1 <= self.topk <= self.experts:
-            raise ValueError(f"topk is {self.topk}, expected 1 to {self.experts}, the number of experts")
 
 
 def make_example(
@@ -83,8 +46,8 @@ def make_example(
     """Writes a checkpoint into `folder` (made, must be empty) and returns it.
 
     The weights depend on family, seed and sizes (fields of `Sizes`) alone, not on the layout. Without weights
-    it is configuration and tokenizer, all that a server needs with `--load-format dummy`. Raises ValueError
-    for an unknown family, layout or size, CheckpointError where the folder is not empty.
+    it is configuration and tokenizer, all that a server needs with the load formats `dummy` and `csf_made_up`.
+    Raises ValueError for an unknown family, layout or size, CheckpointError where the folder is not empty.
     """
     folder = Path(folder)
     if family not in FAMILIES or layout not in LAYOUTS:
@@ -114,12 +77,7 @@ def make_example(
 
 
 def _expert_modules(family: str, size: Sizes) -> list[str]:
-    return [f"model.layers.{n}.mlp.experts" for n in range(size.layers + _drafting(family))]
-
-
-def _drafting(family: str) -> int:
-    """Layers that draft."""
-    return int(family == "glm4-moe")
+    return [f"model.layers.{n}.mlp.experts" for n in range(size.layers + drafting(family))]
 
 
 class _Weights:
@@ -142,7 +100,7 @@ class _Weights:
 
     @property
     def _mtp(self) -> int:
-        return _drafting(self.family)
+        return drafting(self.family)
 
     def expert_modules(self) -> list[str]:
         return _expert_modules(self.family, self.size)
@@ -166,65 +124,34 @@ class _Weights:
         parts = (quantize(gate, scales[0]), quantize(up, scales[1]), quantize(down))
         return dict(zip(PROJECTIONS, parts, strict=True))
 
+    def _draw(self, part: Part) -> torch.Tensor:
+        return self._normal(*part.shape, std=part.std) if part.std else torch.ones(part.shape)
+
     def _draw_others(self) -> Tensors:
         s = self.size
-        out = {
-            "model.embed_tokens.weight": self._normal(s.vocabulary, s.hidden, std=1.0),
-            "lm_head.weight": self._draw_head(),
-            "model.norm.weight": torch.ones(s.hidden),
-        }
+        out = {name: self._draw(part) for name, part in example_tensors.model(s).items()}
+        # Greedy output never holds a special token.
+        out["lm_head.weight"][: len(example_config.SPECIALS)] = 0
         for layer in range(s.layers + self._mtp):
-            out |= self._draw_layer(f"model.layers.{layer}.")
+            parts = example_tensors.layer(self.family, s, f"model.layers.{layer}.")
+            out |= {name: self._draw(part) for name, part in parts.items()}
         if self._mtp:
             out |= self._draw_mtp(f"model.layers.{s.layers}.", out)
         return out
 
-    def _draw_head(self) -> torch.Tensor:
-        """Wide, so that the two best logits lie far apart; greedy output never holds a special token."""
-        head = self._normal(self.size.vocabulary, self.size.hidden, std=1.0)
-        head[: len(example_config.SPECIALS)] = 0
-        return head
-
-    def _draw_layer(self, prefix: str) -> Tensors:
-        s = self.size
-        attention, query, kv = f"{prefix}self_attn.", s.heads * s.head_dim, s.kv_heads * s.head_dim
-        out = {
-            f"{prefix}input_layernorm.weight": torch.ones(s.hidden),
-            f"{prefix}post_attention_layernorm.weight": torch.ones(s.hidden),
-            f"{attention}q_proj.weight": self._normal(query, s.hidden),
-            f"{attention}k_proj.weight": self._normal(kv, s.hidden),
-            f"{attention}v_proj.weight": self._normal(kv, s.hidden),
-            f"{attention}o_proj.weight": self._normal(s.hidden, query),
-            f"{prefix}mlp.gate.weight": self._normal(s.experts, s.hidden, std=0.3),
-        }
-        if self.family == "qwen3-moe":
-            out |= {f"{attention}{n}_norm.weight": torch.ones(s.head_dim) for n in "qk"}
-            return out
-        out |= {
-            f"{attention}{name}_proj.bias": self._normal(rows)
-            for name, rows in (("q", query), ("k", kv), ("v", kv))
-        }
-        out[f"{prefix}mlp.gate.e_score_correction_bias"] = self._normal(s.experts)
-        for name in PROJECTIONS:
-            rows, columns = (s.hidden, s.width) if name == "down_proj" else (s.width, s.hidden)
-            out[f"{prefix}mlp.shared_experts.{name}.weight"] = self._normal(rows, columns)
-        return out
-
     def _draw_mtp(self, prefix: str, model: Tensors) -> Tensors:
         """It does to the newest token what the first layer does, so that some of its drafts are right."""
-        hidden = self.size.hidden
-        joined = self._normal(hidden, 2 * hidden, std=0.005)
-        joined[:, :hidden] += torch.eye(hidden)
         first = "model.layers.0."
         copied = {prefix + n.removeprefix(first): t.clone() for n, t in model.items() if n.startswith(first)}
-        return copied | {
-            f"{prefix}embed_tokens.weight": model["model.embed_tokens.weight"].clone(),
-            f"{prefix}enorm.weight": torch.ones(hidden),
-            f"{prefix}hnorm.weight": torch.ones(hidden),
-            f"{prefix}eh_proj.weight": joined,
-            f"{prefix}shared_head.norm.weight": torch.ones(hidden),
-            f"{prefix}shared_head.head.weight": model["lm_head.weight"].clone(),
+        shared = {
+            f"{prefix}embed_tokens.weight": model["model.embed_tokens.weight"],
+            f"{prefix}shared_head.head.weight": model["lm_head.weight"],
         }
+        for name, part in example_tensors.mtp(self.size, prefix).items():
+            copied[name] = shared[name].clone() if name in shared else self._draw(part)
+        hidden = self.size.hidden
+        copied[f"{prefix}eh_proj.weight"][:, :hidden] += torch.eye(hidden)
+        return copied
 
 
 def _experts(weights: _Weights, layout: str) -> Tensors:

@@ -9,13 +9,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import CheckpointError, reason
+
 if TYPE_CHECKING:
-    from .example import Sizes
+    from .example_sizes import Sizes
 
 SPECIALS = ("<unk>", "<s>", "</s>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
 )
+SIZE_KEYS = {  # fields of `Sizes`, and what config.json calls them
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "width": "moe_intermediate_size",
+    "experts": "num_experts",
+    "topk": "num_experts_per_tok",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "positions": "max_position_embeddings",
+}
 # Of vLLM's CPU build no NVFP4 linear layer exists, so all of them stay as they are. The head of an MTP
 # layer has the vLLM name `layers.N.head`.
 UNQUANTIZED = ("lm_head", "*self_attn*", "*mlp.gate", "*shared_experts*", "*eh_proj", "*.head")
@@ -51,17 +65,8 @@ def model_config(family: str, size: Sizes, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.hidden,
+        **{key: getattr(size, field) for field, key in SIZE_KEYS.items()},
         "intermediate_size": 2 * size.hidden,
-        "moe_intermediate_size": size.width,
-        "num_experts": size.experts,
-        "num_experts_per_tok": size.topk,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "max_position_embeddings": size.positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "norm_topk_prob": True,
@@ -89,6 +94,21 @@ def model_config(family: str, size: Sizes, dtype: str) -> dict[str, Any]:
             "partial_rotary_factor": 0.5,
         }
     return config
+
+
+def sizes_of(config: dict[str, Any]) -> tuple[str, Sizes]:
+    """Family and sizes of a config.json as `model_config` makes it. Raises CheckpointError for others."""
+    from .example_sizes import Sizes
+
+    families = {"qwen3_moe": "qwen3-moe", "glm4_moe": "glm4-moe"}
+    if (found := config.get("model_type")) not in families:
+        raise CheckpointError(f"config.json: model_type is {found!r}, expected {' or '.join(families)}")
+    try:
+        size = Sizes(**{field: int(config[key]) for field, key in SIZE_KEYS.items()})
+        size.check()
+        return families[found], size
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {reason(error)}, expected the sizes of an example") from error
 
 
 def quantization_config(layout: str, modules: list[str]) -> dict[str, Any] | None:

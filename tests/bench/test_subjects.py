@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import entry_points
 
 import pytest
 from vllm_csf.loaders.errors import CheckpointError
@@ -64,6 +65,18 @@ def test_flags_reach_the_arms_they_are_meant_for(checkpoint):
     assert csf.flags[:4] == ("--quantization", "csf_nvfp4", "--a", "--b")
     assert setting(csf) == {"csf_execution": "cute"}
     assert setting(native) == {"csf_execution": "cute", "csf_scales": "native"}
+
+
+def test_made_up_weights_are_those_of_all_arms(checkpoint):
+    found, _ = arms(checkpoint("glm4-moe", "modelopt"), flags=Flags(["--a"], stock=["--c"], made_up=True))
+    for subject in found:
+        assert list(subject.flags)[list(subject.flags).index("--load-format") + 1] == "csf_made_up"
+    stock = found[0]
+    assert stock.flags[-1] == "--c"
+    assert "--quantization" not in stock.flags
+    # The plugin's entry point, by its name.
+    (entry,) = entry_points(group="vllm.general_plugins", name=stock.environment["VLLM_PLUGINS"])
+    assert entry.value == "vllm_csf:register"
 
 
 @pytest.mark.parametrize(

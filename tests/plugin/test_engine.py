@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -143,6 +144,22 @@ def test_dummy_weights_start_and_make_way_for_real_ones(checkpoint, engine, want
     llm = engine(checkpoint(FAMILY, "csf"), load_format="dummy", additional_config=room)
     assert tokens(llm) != want
     llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    llm.collective_rpc("reload_weights")
+    assert tokens(llm) == want
+
+
+def test_made_up_weights_are_those_of_a_checkpoint_that_stores_them(engine, tmp_path: Path) -> None:
+    """The same tokens, whether they are read or made; each engine reloads its own, too."""
+    from safetensors.torch import save_file
+    from vllm_csf.loaders import example, made_up
+
+    bare = example.make_example(tmp_path / "bare", "glm4-moe", weights=False)
+    stored = example.make_example(tmp_path / "stored", "glm4-moe", weights=False)
+    made = dict(made_up.tensors(json.loads((stored / "config.json").read_text())))
+    save_file(made, stored / "model.safetensors")
+    llm = engine(bare, quantization="csf_nvfp4", load_format="csf_made_up")
+    want = tokens(engine(stored, quantization="csf_nvfp4"))
+    assert tokens(llm) == want
     llm.collective_rpc("reload_weights")
     assert tokens(llm) == want
 

@@ -22,6 +22,9 @@ from .records import BenchError
 ENCODING_KEY = "weight_scale_encoding"
 HASHED_WHOLE = 16 << 20  # larger files, shards that is, by their size and first MiB: headers and some weights
 WITHOUT_PLUGIN = {"VLLM_PLUGINS": ""}
+# Loaded for its load format; stock's quantization stays stock's.
+MADE_UP_ENVIRONMENT = {"VLLM_PLUGINS": "csf_nvfp4"}
+MADE_UP_FLAGS = ("--load-format", "csf_made_up")
 ADDITIONAL = "--additional-config"
 
 
@@ -37,11 +40,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Flags:
-    """Passed to `vllm serve`: of every arm, of the arms with the plugin, of stock vLLM."""
+    """Passed to `vllm serve`: of every arm, of the arms with the plugin, of stock vLLM.
+
+    made_up: the checkpoint is a configuration, and all arms are given the same weights.
+    """
 
     every: Sequence[str] = ()
     plugin: Sequence[str] = ()
     stock: Sequence[str] = ()
+    made_up: bool = False
 
 
 def subjects(
@@ -52,16 +59,18 @@ def subjects(
     Raises BenchError where no arm is left, CheckpointError where there is no checkpoint.
     """
     found, skipped = [], {}
+    every = (*flags.every, *(MADE_UP_FLAGS if flags.made_up else ()))
     for name in names:
         if name == "stock":
             reason = None if stock else _no_stock(read_config(checkpoint), checkpoint, cpu)
             if reason:
                 skipped[name] = reason
                 continue
-            found.append(Subject(name, stock or checkpoint, (*flags.every, *flags.stock), WITHOUT_PLUGIN))
+            environment = MADE_UP_ENVIRONMENT if flags.made_up else WITHOUT_PLUGIN
+            found.append(Subject(name, stock or checkpoint, (*every, *flags.stock), environment))
             continue
         settings = {"csf_scales": "native"} if name == "native" else {}
-        ours = with_settings(("--quantization", "csf_nvfp4", *flags.every, *flags.plugin), settings)
+        ours = with_settings(("--quantization", "csf_nvfp4", *every, *flags.plugin), settings)
         found.append(Subject(name, checkpoint, ours))
     if not found:
         raise BenchError("no arm is left: " + "; ".join(f"{n}: {why}" for n, why in skipped.items()))

@@ -168,6 +168,11 @@ def _arms(parser: argparse.ArgumentParser) -> None:
         help="vLLM without the plugin, with native and with compressed scales (default: all)",
     )
     parser.add_argument("--stock", metavar="CHECKPOINT", help="what stock vLLM serves (default: the same)")
+    parser.add_argument(
+        "--made-up-weights",
+        action="store_true",
+        help="of a configuration that `make-example --no-weights` made: random, the same in all arms",
+    )
     parser.add_argument("--out", type=Path, help="record (JSON), kept while it grows")
     parser.add_argument("--commit", help="for the record, where no git tells")
 
@@ -183,7 +188,9 @@ def _subjects(arguments: argparse.Namespace) -> tuple[list[Subject], dict[str, s
     from ..bench import subjects
     from ..bench.server import has_cuda
 
-    flags = subjects.Flags(arguments.server_args, arguments.plugin_args, arguments.stock_args)
+    flags = subjects.Flags(
+        arguments.server_args, arguments.plugin_args, arguments.stock_args, arguments.made_up_weights
+    )
     cpu = not has_cuda()
     return subjects.subjects(arguments.arms, arguments.checkpoint, arguments.stock, flags, cpu)
 

@@ -44,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--unequal-gate-up", action="store_true", help="gate and up get global scales of their own"
     )
     parser.add_argument(
-        "--no-weights", action="store_true", help="only configuration and tokenizer, for --load-format dummy"
+        "--no-weights",
+        action="store_true",
+        help="only configuration and tokenizer, for --load-format csf_made_up or dummy",
     )
     sizes = parser.add_argument_group("sizes")
     for name, help_ in SIZES.items():
