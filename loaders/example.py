@@ -46,7 +46,7 @@ def make_example(
     """Writes a checkpoint into `folder` (made, must be empty) and returns it.
 
     The weights depend on family, seed and sizes (fields of `Sizes`) alone, not on the layout. Without weights
-    it is configuration and tokenizer, all that a server needs with the load formats `dummy` and `csf_made_up`.
+    it is configuration and tokenizer, enough for a server with the load format `dummy` or `csf_made_up`.
     Raises ValueError for an unknown family, layout or size, CheckpointError where the folder is not empty.
     """
     folder = Path(folder)
