@@ -60,15 +60,32 @@ def test_a_checkpoint_without_fp4_experts_is_refused(checkpoint, capsys):
         (["--overlap-starts"], "--overlap-starts needs --together"),
         (["--uniform-routing"], "--uniform-routing with a stock arm needs a CUDA device"),
         (["--synthetic-acceptance", "2.4"], "--synthetic-acceptance needs a CUDA device"),
+        (["--speculation", "mtp"], "--speculation is mtp, which needs an MTP layer"),
+        (["--speculation", "both"], "--speculation is both, which needs an MTP layer"),
     ],
 )
 def test_serve_refuses_what_it_cannot_do(checkpoint, capsys, monkeypatch, flags, said):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    folder = str(checkpoint("qwen3-moe", "dequantized"))
+    folder = str(checkpoint("qwen3-moe" if "--speculation" in flags else "glm4-moe", "dequantized"))
     assert cli.main(["bench", "serve", folder, *flags]) == 1
     error = capsys.readouterr().err.strip()
     assert said in error
     assert "\n" not in error
+
+
+@pytest.mark.parametrize("command", ["kernels", "serve", "quality"])
+@pytest.mark.parametrize(
+    ("out", "said"), [(".", "which is a folder, expected a file"), ("file/record.json", "cannot be written")]
+)
+def test_where_no_record_can_be_written_nothing_is_measured(
+    checkpoint, tmp_path, capsys, monkeypatch, command, out, said
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "file").touch()
+    folder = str(checkpoint("glm4-moe", "csf"))
+    assert cli.main(["bench", command, folder, "--out", str(tmp_path / out)]) == 1
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_table_prints_and_draws(tmp_path, capsys):

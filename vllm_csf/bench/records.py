@@ -16,12 +16,29 @@ class BenchError(CheckpointError):
     """Something cannot be measured here, or a file is no record of a measurement."""
 
 
+def claim(path: Path | None) -> None:
+    """Raises BenchError where no record could be written, before anything is measured."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise BenchError(f"--out is {path}, which is a folder, expected a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _beside(path).touch()
+        _beside(path).unlink()
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be written: {reason(error)}") from error
+
+
 def write(record: dict[str, Any], path: Path) -> None:
     """Replaces the file in one step. One row a line: records are kept under version control."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(dumps(record))
-    os.replace(beside, path)
+    _beside(path).write_text(dumps(record))
+    os.replace(_beside(path), path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def dumps(record: dict[str, Any]) -> str:

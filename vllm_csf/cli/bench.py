@@ -96,10 +96,12 @@ def _kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
+    from ..bench import kernel_tables, machine, records
+
+    records.claim(arguments.out)
     geometries = [NAMED[name] for name in arguments.geometry]
     if arguments.checkpoint:
         geometries = geometries_of(arguments)
-    from ..bench import kernel_tables, machine
     from ..bench.kernels import Wanted, run
 
     wanted = Wanted(
@@ -260,6 +262,12 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from ..bench.server import has_cuda
 
     config = subjects.read_config(arguments.checkpoint)
+    records.claim(arguments.out)
+    if arguments.speculation in ("mtp", "both") and not subjects.has_mtp(config):
+        raise records.BenchError(
+            f"--speculation is {arguments.speculation}, which needs an MTP layer, and {arguments.checkpoint} "
+            "has none"
+        )
     if arguments.synthetic_acceptance is not None and not has_cuda():
         raise records.BenchError(
             "--synthetic-acceptance needs a CUDA device: vLLM's CPU build has no kernel for it"
@@ -330,8 +338,9 @@ def _quality(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
-    from ..bench import machine, quality, subjects, texts
+    from ..bench import machine, quality, records, subjects, texts
 
+    records.claim(arguments.out)
     found, skipped = _subjects(arguments)
     prompts, scored = texts.choose(
         arguments.checkpoint,
