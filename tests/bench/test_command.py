@@ -88,6 +88,25 @@ def test_where_no_record_can_be_written_nothing_is_measured(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompt-tokens", "600"], "--prompt-tokens and --tokens: 632 tokens, expected at most"),
+        (["--context", "513"], "--context: 513 tokens, expected at most max_position_embeddings, 512"),
+    ],
+)
+def test_quality_asks_no_more_than_the_model_takes(checkpoint, capsys, flags, said):
+    assert cli.main(["bench", "quality", str(checkpoint("glm4-moe", "csf")), *flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_records_without_a_case_in_common_are_not_compared(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"machine": {}, "commit": "c", "checkpoint": {}, "windows": []}))
+    assert cli.main(["bench", "compare", str(path), str(path)]) == 1
+    assert "no case in common" in capsys.readouterr().out
+
+
 def test_table_prints_and_draws(tmp_path, capsys):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(RECORD))

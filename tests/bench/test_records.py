@@ -49,6 +49,22 @@ def test_what_is_no_record_of_the_kind_is_refused(tmp_path, content, said):
         records.read(path, "serve")
 
 
+@pytest.mark.parametrize("value", ["0", "-5", "NaN", "Infinity", "true", "null", '"1"'])
+@pytest.mark.parametrize(
+    "record", ['{"rows": [{"us": 1, "us_max": 2}, {"us": %s}]}', '{"windows": [{}, {"output_tok_s": %s}]}']
+)
+def test_what_was_measured_is_a_number_above_zero(tmp_path, record, value):
+    path = tmp_path / "record.json"
+    path.write_text(record % value)
+    with pytest.raises(BenchError, match=r"\[1\]\.(us|output_tok_s) is .*, expected a number above 0"):
+        records.read(path)
+
+
+def test_numbers_too_large_to_draw_make_no_whole_record(tmp_path):
+    with pytest.raises(BenchError, match="is no whole record"), records.whole(tmp_path):
+        raise OverflowError("math range error")
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(BenchError, match=r"nothing\.json"):
         records.read(tmp_path / "nothing.json")

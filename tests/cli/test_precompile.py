@@ -160,6 +160,17 @@ def test_what_is_missing_is_named(folder, tmp_path, capsys):
     assert "has no kernels" in capsys.readouterr().err
 
 
+def test_more_experts_a_token_than_there_are_is_refused(folder, capsys):
+    assert main(["precompile", str(folder), "--topk", "100"]) == 1
+    assert "100 experts a token, expected at most 8" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_a_file_is_refused(folder, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["precompile", str(folder), "--cache-dir", str(tmp_path / "file")]) == 1
+    assert "file, a file; expected a folder" in capsys.readouterr().err
+
+
 def test_wrong_usage_exits_with_two(folder):
     with pytest.raises(SystemExit, match="2"):
         main(["precompile", str(folder), "-tp", "0"])

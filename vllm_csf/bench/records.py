@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +12,29 @@ from typing import Any
 
 from ..loaders.errors import CheckpointError, reason
 
+# Of a kind of records: where its rows are, and which of their fields are measured.
+MEASURED = {
+    "kernels": ("rows", ("us", "us_min", "us_max")),
+    "serve": ("windows", ("seconds", "output_tok_s")),
+}
+
 
 class BenchError(CheckpointError):
     """Something cannot be measured here, or a file is no record of a measurement."""
 
 
-def claim(path: Path | None) -> None:
+def claim(path: Path | None, flag: str = "--out") -> None:
     """Raises BenchError where no record could be written, before anything is measured."""
     if path is None:
         return
     if path.is_dir():
-        raise BenchError(f"--out is {path}, which is a folder, expected a file")
+        raise BenchError(f"{flag} is {path}, which is a folder, expected a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _beside(path).touch()
         _beside(path).unlink()
     except OSError as error:
-        raise BenchError(f"{path}: cannot be written: {reason(error)}") from error
+        raise BenchError(f"{flag} {path}: cannot be written: {reason(error)}") from error
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -57,7 +64,7 @@ def whole(*paths: Path) -> Iterator[None]:
     """Raises BenchError where a record lacks what is taken from it."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         named = ", ".join(map(str, paths))
@@ -73,7 +80,17 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     found = kind_of(record)
     if found is None or kind not in (None, found):
         raise BenchError(f"{path}: is {found or 'no record'}, expected a record of {kind or 'bench'}")
+    _check_measured(record, path, *MEASURED.get(found, ("", ())))
     return record
+
+
+def _check_measured(record: dict[str, Any], path: Path, rows: str, fields: tuple[str, ...]) -> None:
+    for number, row in enumerate(record.get(rows, ())):
+        for field in fields:
+            # What is missing is said later, where it is needed.
+            value = row.get(field, 1) if isinstance(row, dict) else 1
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise BenchError(f"{path}: {rows}[{number}].{field} is {value!r}, expected a number above 0")
 
 
 def kind_of(record: Any) -> str | None:

@@ -337,10 +337,23 @@ def _quality(parser: argparse.ArgumentParser) -> None:
     _more_flags(parser, "the engine")
 
 
+def _check_lengths(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
+    from ..bench.records import BenchError
+
+    most = config.get("max_position_embeddings")
+    for flags, tokens in (
+        ("--prompt-tokens and --tokens", arguments.prompt_tokens + arguments.tokens),
+        ("--context", arguments.context),
+    ):
+        if isinstance(most, int) and tokens > most:
+            raise BenchError(f"{flags}: {tokens} tokens, expected at most max_position_embeddings, {most}")
+
+
 def run_quality(arguments: argparse.Namespace) -> int:
     from ..bench import machine, quality, records, subjects, texts
 
     records.claim(arguments.out)
+    _check_lengths(arguments, subjects.read_config(arguments.checkpoint))
     found, skipped = _subjects(arguments)
     prompts, scored = texts.choose(
         arguments.checkpoint,
@@ -381,10 +394,11 @@ def run_table(arguments: argparse.Namespace) -> int:
     from ..bench import kernel_tables, records
 
     record = records.read(arguments.record, "kernels")
+    figure = arguments.figure or arguments.record.with_suffix(".svg")
+    records.claim(figure, "--figure")
     with records.whole(arguments.record):
         table, drawn = kernel_tables.markdown(record), kernel_tables.figure(record)
     print(table)
-    figure = arguments.figure or arguments.record.with_suffix(".svg")
     figure.write_text(drawn)
     return 0
 
@@ -400,5 +414,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
     before, after = (records.read(path, "serve") for path in (arguments.before, arguments.after))
     with records.whole(arguments.before, arguments.after):
         text = serve_report.comparison(before, after)
+        shared = serve_report.cells(before).keys() & serve_report.cells(after).keys()
     print(text)
-    return 0
+    return 0 if shared else 1

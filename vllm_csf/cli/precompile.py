@@ -61,6 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ..loaders.checkpoint import open_checkpoint
     from ..tuning import candidate_programs
 
+    cache = ProgramCache(arguments.cache_dir)
+    if cache.folder.exists() and not cache.folder.is_dir():
+        said = f"--cache-dir is {cache.folder}, a file; expected a folder"
+        print(f"vllm-csf precompile: {said}", file=sys.stderr)
+        return 1
     with open_checkpoint(arguments.checkpoint) as checkpoint:
         plans = plans_of(checkpoint, arguments)
     if not plans:
@@ -68,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.quiet:
         print(*plans, sep="\n", flush=True)
-    cache = ProgramCache(arguments.cache_dir)
     programs = (p for plan in plans for p in (*plan.preparation, *plan.programs()))
     wanted = Build(programs, cache, workers=arguments.workers)
     try:
@@ -116,6 +120,8 @@ def facts_of(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Laye
         return []
     with _named(checkpoint):
         topk, activation = arguments.topk or _topk(checkpoint), _activation(checkpoint)
+        if topk > (most := min(layer.experts for layer in checkpoint.layers)):
+            raise ValueError(f"{topk} experts a token, expected at most {most}, the experts of a layer")
     return [
         LayerFacts(
             experts=-(-layer.experts // ranks) if mapped else layer.experts,
