@@ -61,7 +61,7 @@ def run(folder: Path) -> None:
         print(f"\ncompletion of {PROMPT!r}:\n  {server.complete(PROMPT)['text']!r}")
         print(f"\nchat, {PROMPT!r}:\n  {server.chat(PROMPT)['message']['content']!r}")
         print(f"\nmemory:\n{memory_table(server.log_text())}")
-        print("(the example is tiny, with ten times the exceptions of published models: those keep some 52 %)")
+        print("(a tiny example with ten times the exceptions of published models: those keep some 52 %)")
     print("\nserver stopped")
 
 
