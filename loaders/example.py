@@ -158,11 +158,12 @@ def _experts(weights: _Weights, layout: str) -> Tensors:
     out: Tensors = {}
     for expert, projections in weights.experts.items():
         for name, part in projections.items():
-            out |= _projection(f"{expert}.{name}.", part, layout)
+            out |= projection(f"{expert}.{name}.", part, layout)
     return out
 
 
-def _projection(prefix: str, part: Quantized, layout: str) -> Tensors:
+def projection(prefix: str, part: Quantized, layout: str) -> Tensors:
+    """What a layout stores of one, by name."""
     if layout == "dequantized":
         return {f"{prefix}weight": part.dequantize()}
     plain = part.scale.view(torch.float8_e4m3fn)

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, reason
-
 if TYPE_CHECKING:
     from .example_sizes import Sizes
 
@@ -94,21 +92,6 @@ def model_config(family: str, size: Sizes, dtype: str) -> dict[str, Any]:
             "partial_rotary_factor": 0.5,
         }
     return config
-
-
-def sizes_of(config: dict[str, Any]) -> tuple[str, Sizes]:
-    """Family and sizes of a config.json as `model_config` makes it. Raises CheckpointError for others."""
-    from .example_sizes import Sizes
-
-    families = {"qwen3_moe": "qwen3-moe", "glm4_moe": "glm4-moe"}
-    if (found := config.get("model_type")) not in families:
-        raise CheckpointError(f"config.json: model_type is {found!r}, expected {' or '.join(families)}")
-    try:
-        size = Sizes(**{field: int(config[key]) for field, key in SIZE_KEYS.items()})
-        size.check()
-        return families[found], size
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {reason(error)}, expected the sizes of an example") from error
 
 
 def quantization_config(layout: str, modules: list[str]) -> dict[str, Any] | None:

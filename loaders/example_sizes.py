@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from .example_config import SPECIALS
+from .errors import CheckpointError, reason
+from .example_config import SIZE_KEYS, SPECIALS
+from .example_tensors import FAMILIES
 
 MAX_HEAD_DIM = 512
 
@@ -43,3 +46,16 @@ class Sizes:
             raise ValueError(f"heads is {self.heads}, expected a multiple of kv_heads, {self.kv_heads}")
         if not 1 <= self.topk <= self.experts:
             raise ValueError(f"topk is {self.topk}, expected 1 to {self.experts}, the number of experts")
+
+
+def sizes_of(config: dict[str, Any]) -> tuple[str, Sizes]:
+    """Family and sizes of an example's config.json. Raises CheckpointError for others."""
+    families = {family.replace("-", "_"): family for family in FAMILIES}
+    if (found := config.get("model_type")) not in families:
+        raise CheckpointError(f"config.json: model_type is {found!r}, expected {' or '.join(families)}")
+    try:
+        size = Sizes(**{field: int(config[key]) for field, key in SIZE_KEYS.items()})
+        size.check()
+        return families[found], size
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {reason(error)}, expected the sizes of an example") from error

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from . import example_config, example_tensors
-from .example_sizes import Sizes
+from . import example, example_tensors
+from .example_sizes import Sizes, sizes_of
 from .example_tensors import PROJECTIONS, Part
+from .quantize import Quantized
 
 GROUP = 16
 EXCEPTION_SHARE = 0.004
@@ -31,7 +32,7 @@ def tensors(config: dict[str, Any], device: torch.device | str = "cpu") -> Itera
 
     Dense ones are bf16. Raises CheckpointError where the family is none of these.
     """
-    family, size = example_config.sizes_of(config)
+    family, size = sizes_of(config)
     yield from _dense(example_tensors.model(size), device)
     for number in range(size.layers + example_tensors.drafting(family)):
         prefix = f"model.layers.{number}."
@@ -62,15 +63,13 @@ def _expert(prefix: str, size: Sizes, device: torch.device | str) -> Iterator[Na
         rows, columns = example_tensors.projection(size, projection)
         name = f"{prefix}{projection}."
         generator = _generator(name, device)
-        yield f"{name}weight", _bytes((rows, columns // 2), 256, generator)
+        weight = _bytes((rows, columns // 2), 256, generator)
         scale = BASE + _bytes((rows, columns // GROUP), WINDOW, generator)
         count = max(1, round(EXCEPTION_SHARE * scale.numel()))
         where = torch.randint(scale.numel(), (count,), generator=generator, device=device)
         scale.view(-1)[where] = EXCEPTION
-        yield f"{name}weight_scale", scale.view(torch.float8_e4m3fn)
-        gain = columns**-0.5 / (WEIGHT_RMS * SCALE_RMS)
-        yield f"{name}weight_scale_2", torch.tensor(gain, device=device)
-        yield f"{name}input_scale", torch.tensor(1 / 64, device=device)
+        gain = torch.tensor(columns**-0.5 / (WEIGHT_RMS * SCALE_RMS), device=device)
+        yield from example.projection(name, Quantized(weight, scale, gain), "modelopt").items()
 
 
 def _bytes(shape: tuple[int, int], below: int, generator: torch.Generator) -> torch.Tensor:

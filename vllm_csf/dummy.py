@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from .intake import Intake
+from .loaders.made_up import BASE, EXCEPTION, EXCEPTION_SHARE, WINDOW
 from .parameters import Dialect
 
-EXCEPTION_SHARE = 0.004
-BASE = 0x30  # E4M3 0.5, and up to 1.875 with the codes
-EXCEPTION = 0x40  # 2.0, outside the window
 ALPHA = 0.01
 
 
@@ -25,7 +23,7 @@ def fill(layer: torch.nn.Module, intake: Intake, dialect: Dialect) -> None:
     for name, shard in (("csf_scales13", "w1"), ("csf_scales2", "w2")):
         rows, cols = intake.shape.local_plane(shard)
         if intake.whole:
-            scales = BASE + _random(rows * cols, generator=generator) % 16
+            scales = BASE + _random(rows * cols, generator=generator) % WINDOW
             scales[_positions(rows, cols).long()] = EXCEPTION
         else:
             slabs = _random(rows // 16, 16 * (1 + cols // 2), generator=generator)

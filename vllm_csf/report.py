@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,9 +121,11 @@ class Ledger:
 
     def _finish(self, device: torch.device) -> Account | None:
         account = self._startup.finish()
+        began = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what a program does wrong is said here, not somewhere later
         if account is not None:
+            account.seconds += time.perf_counter() - began
             for served in self._startup.served.values():
                 logger.debug("csf_nvfp4: %s", served.plan)
         return account

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from vllm_csf.loaders import codec, example, made_up
 from vllm_csf.loaders.errors import CheckpointError
-from vllm_csf.loaders.example_sizes import Sizes
+from vllm_csf.loaders.example_sizes import Sizes, sizes_of
 from vllm_csf.loaders.quantize import Quantized
 
 SMALL = {"layers": 1, "experts": 2, "topk": 1}
@@ -87,4 +87,4 @@ def test_sizes_come_back_from_the_configuration(tmp_path):
 
     size = Sizes(layers=3, hidden=160, width=64, experts=6, topk=3, heads=6, kv_heads=3, positions=700)
     config = example_config.model_config("glm4-moe", size, "bfloat16")
-    assert example_config.sizes_of(config) == ("glm4-moe", size)
+    assert sizes_of(config) == ("glm4-moe", size)

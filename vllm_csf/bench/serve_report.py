@@ -254,19 +254,24 @@ def _cells(tag: str, texts: Iterable[str]) -> str:
 # ---- two records -----------------------------------------------------------------------------------
 
 
+def in_common(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[Cell, str]]:
+    """The cases, with their arms, that both records have."""
+    old, new = cells(before), cells(after)
+    return [(cell, arm) for cell in old if cell in new for arm in old[cell] if arm in new[cell]]
+
+
 def comparison(before: dict[str, Any], after: dict[str, Any]) -> str:
     """What changed from one record to the other, for the cases that both have."""
     old, new = cells(before), cells(after)
     head = ["speculation", "prompt", "output", "requests", "arm"]
     head += [f"{MEASURES[m][0]}, new / old" for m in ("output_tok_s", "steps_s", "median_ttft_ms")]
     rows = []
-    for cell in (c for c in old if c in new):
-        for arm in (a for a in old[cell] if a in new[cell]):
-            line = [cell[0], *map(str, cell[1:]), arm]
-            for measure in ("output_tok_s", "steps_s", "median_ttft_ms"):
-                a, b = ([r[measure] for r in x[cell][arm] if r.get(measure)] for x in (new, old))
-                line.append(str(independent_ratio(a, b)) if a and b else "")
-            rows.append(line)
+    for cell, arm in in_common(before, after):
+        line = [cell[0], *map(str, cell[1:]), arm]
+        for measure in ("output_tok_s", "steps_s", "median_ttft_ms"):
+            a, b = ([r[measure] for r in x[cell][arm] if r.get(measure)] for x in (new, old))
+            line.append(str(independent_ratio(a, b)) if a and b else "")
+        rows.append(line)
     differ = [
         f"{name}: {a} and {b}"
         for name, a, b in (

@@ -226,7 +226,7 @@ class _Session:
             where = {"round": 0, "speculation": speculation, "arm": subject.name, "others_up": len(coming)}
             one.server.wait_for_log(loaded)
             coming.append((one, where))
-        return [one for one, where in coming if self._ready(one, where) is not None]
+        return [one for one, where in coming if self._ready(one, where)]
 
     def _in_time(self, speculation: str) -> Iterator[Subject]:
         for subject in self.wanted.subjects:
@@ -253,14 +253,7 @@ class _Session:
         before = _settled_mib()
         one = self._launch(stack, speculation, subject)
         where = {"round": number, "speculation": speculation, "arm": subject.name, "others_up": others_up}
-        start = self._ready(one, where)
-        if start is None:
-            return None
-        after = machine.used_mib()
-        if before is not None and after is not None:
-            start["device_mib"] = after - before
-        self.keep()
-        return one
+        return one if self._ready(one, where, before) else None
 
     def _launch(self, stack: contextlib.ExitStack, speculation: str, subject: Subject) -> _Running:
         one = _Running(subject, speculation, self._server(subject, speculation))
@@ -268,14 +261,19 @@ class _Session:
         one.server.launch()
         return one
 
-    def _ready(self, one: _Running, where: dict[str, Any]) -> dict[str, Any] | None:
-        """The entry of a server that came up, which is in the record from then on; None where it does not."""
+    def _ready(self, one: _Running, where: dict[str, Any], before: int | None = None) -> bool:
+        """Whether the server comes up, which the record then says.
+
+        before: MiB of the device in use, where the difference is the server's own.
+        """
         try:
             seconds = one.server.wait()
             start = where | self._facts(one.server)
         except ServerError as error:
             self._failed(one, error, **where)
-            return None
+            return False
+        if before is not None and (after := machine.used_mib()) is not None:
+            start["device_mib"] = after - before
         took = ""
         if not self.wanted.overlap_starts:
             start["start_seconds"] = round(seconds, 1)
@@ -283,7 +281,7 @@ class _Session:
         self.record["starts"].append(start)
         self.say(f"{one.subject.name}, speculation {one.speculation}: ready{took}")
         self.keep()
-        return start
+        return True
 
     def _server(self, subject: Subject, speculation: str) -> Server:
         w, flags = self.wanted, list(subject.flags)

@@ -413,7 +413,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
     before, after = (records.read(path, "serve") for path in (arguments.before, arguments.after))
     with records.whole(arguments.before, arguments.after):
-        text = serve_report.comparison(before, after)
-        shared = serve_report.cells(before).keys() & serve_report.cells(after).keys()
+        text, shared = serve_report.comparison(before, after), serve_report.in_common(before, after)
     print(text)
     return 0 if shared else 1

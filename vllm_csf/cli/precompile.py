@@ -59,13 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..kernels.compiled.cache import ProgramCache
     from ..kernels.compiled.program import CompileError
     from ..loaders.checkpoint import open_checkpoint
+    from ..loaders.errors import CheckpointError
     from ..tuning import candidate_programs
 
     cache = ProgramCache(arguments.cache_dir)
     if cache.folder.exists() and not cache.folder.is_dir():
-        said = f"--cache-dir is {cache.folder}, a file; expected a folder"
-        print(f"vllm-csf precompile: {said}", file=sys.stderr)
-        return 1
+        raise CheckpointError(f"--cache-dir is {cache.folder}, a file; expected a folder")
     with open_checkpoint(arguments.checkpoint) as checkpoint:
         plans = plans_of(checkpoint, arguments)
     if not plans:
