@@ -12,10 +12,13 @@ from typing import Any
 
 from ..loaders.errors import CheckpointError, reason
 
+# What kind a list of that name tells, the first that is there.
+KINDS = {"rows": "kernels", "windows": "serve", "agreement": "quality", "starts": "starts"}
 # Of a kind of records: where its rows are, and which of their fields are measured.
 MEASURED = {
     "kernels": ("rows", ("us", "us_min", "us_max")),
     "serve": ("windows", ("seconds", "output_tok_s")),
+    "starts": ("starts", ("start_seconds",)),
 }
 
 
@@ -94,10 +97,11 @@ def _check_measured(record: dict[str, Any], path: Path, rows: str, fields: tuple
 
 
 def kind_of(record: Any) -> str | None:
-    """kernels, serve, quality, or None."""
+    """kernels, serve, quality, starts, or None."""
     if not isinstance(record, dict):
         return None
-    for key, kind in (("rows", "kernels"), ("windows", "serve"), ("agreement", "quality")):
+    # One of serving has starts, too.
+    for key, kind in KINDS.items():
         if isinstance(record.get(key), list):
             return kind
     return None

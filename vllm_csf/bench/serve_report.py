@@ -168,11 +168,12 @@ def notes(record: dict[str, Any]) -> list[str]:
 def text(record: dict[str, Any]) -> str:
     """Markdown, aligned so that it reads in a terminal."""
     parts = ["\n".join(notes(record))]
-    parts += [f"{title}\n\n{_aligned(head, rows)}" for title, head, rows in tables(record) if rows]
+    parts += [f"{title}\n\n{aligned(head, rows)}" for title, head, rows in tables(record) if rows]
     return "\n\n".join(parts) + "\n"
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are in line."""
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -285,4 +286,4 @@ def comparison(before: dict[str, Any], after: dict[str, Any]) -> str:
     said = "\n".join(f"Different {line}" for line in differ)
     if not rows:
         return f"{said}\nThe records have no case in common.\n".lstrip()
-    return f"{said}\n\n{_aligned(head, rows)}\n".lstrip()
+    return f"{said}\n\n{aligned(head, rows)}\n".lstrip()

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -214,6 +214,24 @@ def log_tail(log: Path, lines: int = 40) -> str:
     first = next((n for n, line in enumerate(found) if ERROR.search(line)), len(found))
     cause = ["first error: " + found[first].strip()] if first < len(found) - lines else []
     return "\n".join([*cause, *found[-lines:]])
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """A polite kill unwinds as ctrl-C does, so that servers are stopped."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def free_port() -> int:

@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import math
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import Any
 from . import machine, observe, records
 from .client import Client
 from .records import BenchError
-from .server import Server, ServerError, has_cuda
+from .server import Server, ServerError, has_cuda, terminable
 from .subjects import Subject, unless_given
 
 OFF, MTP = "off", "mtp"
@@ -91,7 +90,7 @@ def run(
 
     Raises KeyboardInterrupt when interrupted, after the servers have stopped and the record is written.
     """
-    with tempfile.TemporaryDirectory(prefix="vllm-csf-bench-") as folder, _terminable():
+    with tempfile.TemporaryDirectory(prefix="vllm-csf-bench-") as folder, terminable():
         logs = out.with_name(out.stem + "-logs") if out else Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         session = _Session(wanted, record, out, say, logs)
@@ -100,24 +99,6 @@ def run(
             session.measure()
         finally:
             session.keep()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """A polite kill unwinds as ctrl-C does, so that servers are stopped."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass
@@ -177,7 +158,7 @@ class _Session:
                 if self._over:
                     break
                 for speculation in self.wanted.speculations:
-                    for subject in _turn(self.wanted.subjects, number):
+                    for subject in turn(self.wanted.subjects, number):
                         self._alone(number, speculation, subject)
 
     @property
@@ -206,7 +187,7 @@ class _Session:
                     break
                 for load in self.wanted.loads:
                     for repeat in range(self.wanted.repeats):
-                        for one in _turn(running, number):
+                        for one in turn(running, number):
                             self._window(one, number, repeat, load)
 
     def _one_after_the_other(self, stack: contextlib.ExitStack, speculation: str) -> list[_Running]:
@@ -292,7 +273,8 @@ class _Session:
         if not any("enable-prefix-caching" in f for f in flags):
             flags.append("--no-enable-prefix-caching")
         if speculation == MTP:
-            flags += ["--speculative-config", json.dumps(speculative_config(w))]
+            config = speculative_config(w.speculative_tokens, w.synthetic_acceptance)
+            flags += ["--speculative-config", json.dumps(config)]
         log = self.folder / f"{next(self._numbers)}-{subject.name}-{speculation}.log"
         environment = dict(subject.environment) | (UNIFORM_ROUTING if w.uniform_routing else {})
         if Path(subject.model).is_dir():
@@ -381,12 +363,12 @@ class _Session:
         return self._client.run([*flags, "--ignore-eos", "--disable-tqdm"], result)
 
 
-def speculative_config(wanted: Wanted) -> dict[str, Any]:
+def speculative_config(tokens: int, acceptance: float | None = None) -> dict[str, Any]:
     """Of the checkpoint's own MTP layer, with the acceptance made up where that is asked for."""
-    found: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": wanted.speculative_tokens}
-    if wanted.synthetic_acceptance is not None:
+    found: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": tokens}
+    if acceptance is not None:
         found["rejection_sample_method"] = "synthetic"
-        found["synthetic_acceptance_length"] = wanted.synthetic_acceptance
+        found["synthetic_acceptance_length"] = acceptance
     return found
 
 
@@ -424,7 +406,8 @@ def _settled_mib() -> int | None:
     return last
 
 
-def _turn(items: Sequence[Any], number: int) -> list[Any]:
+def turn(items: Sequence[Any], number: int) -> list[Any]:
+    """In the order of a round: each round begins with another one."""
     first = number % len(items) if items else 0
     return [*items[first:], *items[:first]]
 

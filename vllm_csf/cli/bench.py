@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, help_, declare, run_ in (
         ("kernels", "time one expert layer: compressed, native, vLLM's own", _kernels, run_kernels),
         ("serve", "serve a checkpoint in three arms, drive the servers, compare them", _serve, run_serve),
+        ("starts", "start servers with empty and with filled caches, and time that", _starts, run_starts),
         ("quality", "ask all arms the same and compare every log probability", _quality, run_quality),
         ("compare", "what changed from one record of serving to another", _compare, run_compare),
         ("table", "print a record of the kernels as Markdown, and draw it", _table, run_table),
@@ -160,14 +161,15 @@ def loads(text: str) -> list[tuple[int, int, int]]:
     return [(prompt, output, concurrency) for concurrency in numbers(parts[2])]
 
 
-def _arms(parser: argparse.ArgumentParser) -> None:
+def _arms(parser: argparse.ArgumentParser, default: tuple[str, ...] = SERVED_ARMS) -> None:
     parser.add_argument("checkpoint", help="folder, or Hugging Face repository")
     parser.add_argument(
         "--arms",
         type=one_of(SERVED_ARMS),
-        default=list(SERVED_ARMS),
+        default=list(default),
         metavar=",".join(SERVED_ARMS),
-        help="vLLM without the plugin, with native and with compressed scales (default: all)",
+        help="vLLM without the plugin, with native and with compressed scales "
+        f"(default: {'all' if default == SERVED_ARMS else ','.join(default)})",
     )
     parser.add_argument("--stock", metavar="CHECKPOINT", help="what stock vLLM serves (default: the same)")
     parser.add_argument(
@@ -239,9 +241,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: both, where the checkpoint has an MTP layer",
     )
-    parser.add_argument(
-        "--speculative-tokens", type=positive, default=3, metavar="N", help="drafted at a time (default: 3)"
-    )
+    _speculative_tokens(parser)
     parser.add_argument(
         "--synthetic-acceptance",
         type=at_least_one,
@@ -252,9 +252,29 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=not_negative, default=0.0, metavar="T", help="of sampling (default: 0, greedy)"
     )
     _more_flags(parser, "vllm serve")
+    _start_seconds(parser)
+
+
+def _speculative_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculative-tokens", type=positive, default=3, metavar="N", help="drafted at a time (default: 3)"
+    )
+
+
+def _start_seconds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-seconds", type=above_zero, default=900.0, metavar="S", help="a start may take (default: 900)"
     )
+
+
+def _check_speculation(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
+    from ..bench import records, subjects
+
+    if arguments.speculation in ("mtp", "both") and not subjects.has_mtp(config):
+        raise records.BenchError(
+            f"--speculation is {arguments.speculation}, which needs an MTP layer, and {arguments.checkpoint} "
+            "has none"
+        )
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -263,11 +283,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     config = subjects.read_config(arguments.checkpoint)
     records.claim(arguments.out)
-    if arguments.speculation in ("mtp", "both") and not subjects.has_mtp(config):
-        raise records.BenchError(
-            f"--speculation is {arguments.speculation}, which needs an MTP layer, and {arguments.checkpoint} "
-            "has none"
-        )
+    _check_speculation(arguments, config)
     if arguments.synthetic_acceptance is not None and not has_cuda():
         raise records.BenchError(
             "--synthetic-acceptance needs a CUDA device: vLLM's CPU build has no kernel for it"
@@ -311,6 +327,57 @@ def run_serve(arguments: argparse.Namespace) -> int:
             if arguments.out:
                 arguments.out.with_suffix(".html").write_text(serve_report.html(record))
     return 1 if record["failures"] else 0
+
+
+# ---- starts ----------------------------------------------------------------------------------------
+
+
+def _starts(parser: argparse.ArgumentParser) -> None:
+    _arms(parser, ("stock", "csf"))
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each arm (default: 3)")
+    parser.add_argument(
+        "--at-once",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="also start N servers together on empty caches, of arms with the plugin",
+    )
+    parser.add_argument("--duration", type=above_zero, metavar="SECONDS", help="start nothing later")
+    parser.add_argument("--speculation", choices=("off", "mtp"), default="off", help="default: off")
+    _speculative_tokens(parser)
+    _more_flags(parser, "vllm serve")
+    _start_seconds(parser)
+
+
+def run_starts(arguments: argparse.Namespace) -> int:
+    from ..bench import machine, records, starting, subjects
+    from ..bench.server import has_cuda
+
+    _check_speculation(arguments, subjects.read_config(arguments.checkpoint))
+    records.claim(arguments.out)
+    shared = any(flag.startswith("--gpu-memory-utilization") for flag in arguments.server_args)
+    if arguments.at_once > 1 and has_cuda() and not shared:
+        raise records.BenchError(
+            f"--at-once {arguments.at_once} needs --gpu-memory-utilization among --server-args: "
+            "the servers share the device"
+        )
+    found, skipped = _subjects(arguments)
+    wanted = starting.Wanted(
+        checkpoint=arguments.checkpoint,
+        subjects=found,
+        rounds=arguments.rounds,
+        at_once=arguments.at_once,
+        speculation=arguments.speculation,
+        speculative_tokens=arguments.speculative_tokens,
+        duration=arguments.duration,
+        start_seconds=arguments.start_seconds,
+        commit=machine.commit(arguments.commit),
+        skipped=skipped,
+    )
+    about = {"sha256": subjects.fingerprint(arguments.checkpoint)}
+    record = starting.run(wanted, arguments.out, lambda text: print(text, flush=True), about)
+    print(starting.text(record))
+    return 1 if record["failures"] or starting.different_answers(record) else 0
 
 
 # ---- quality ---------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""The order of starts, whose caches they have, and what a record says; with servers that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_csf import cli
+from vllm_csf.bench import records, starting
+from vllm_csf.bench.server import ServerError
+from vllm_csf.bench.starting import Wanted
+from vllm_csf.bench.subjects import Subject
+
+ARMS = tuple(Subject(name, f"/models/{name}") for name in ("stock", "csf"))
+LOG = (
+    "csf_nvfp4: programs: {} compiled in 1.0 s, {} from cache, 0 already loaded; "
+    "the start waited 2.50 s for them\n"
+)
+
+
+class World:
+    """Starts take longer on empty caches, which they fill; `answers` and `fails` are by arm."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, str]] = []  # arm, caches' folder
+        self.up = 0
+        self.most_up: list[int] = []
+        self.filled: set[str] = set()
+        self.answers: dict[str, list[str]] = {}
+        self.fails: set[str] = set()
+        self.flags: list[Sequence[str]] = []
+
+
+@pytest.fixture
+def world(monkeypatch) -> World:
+    state = World()
+
+    class Server:
+        def __init__(
+            self, model: str, flags: list[str], *, environment: dict[str, str], log: Path, **_: Any
+        ) -> None:
+            self.name, self.folder, self.log = Path(model).name, environment["XDG_CACHE_HOME"], log
+            assert Path(self.folder).is_dir()
+            state.flags.append(flags)
+
+        def launch(self) -> None:
+            state.launched.append((self.name, self.folder))
+            state.up += 1
+            state.most_up.append(state.up)
+            self.cold = self.folder not in state.filled
+
+        def wait(self) -> float:
+            if self.name in state.fails:
+                raise ServerError("vllm serve ended with 1:\nno memory")
+            state.filled.add(self.folder)
+            return 50.0 + 40.0 * self.cold + 5.0 * (self.name == "csf")
+
+        def stop(self) -> None:
+            state.up -= 1
+
+        def complete(self, prompt: list[int], tokens: int, **_: Any) -> dict[str, str]:
+            said = state.answers.get(self.name)
+            return {"text": said.pop(0) if said else "the same"}
+
+        def log_text(self) -> str:
+            return LOG.format(*((20, 0) if self.cold else (0, 20))) if self.name == "csf" else ""
+
+        def peak_host_bytes(self) -> int:
+            return 3 << 20
+
+    monkeypatch.setattr(starting, "Server", Server)
+    monkeypatch.setattr(starting, "has_cuda", lambda: False)
+    return state
+
+
+def measure(out: Path | None = None, **other: Any) -> dict[str, Any]:
+    return starting.run(replace(Wanted("/models/m", ARMS, rounds=2), **other), out, lambda text: None)
+
+
+def test_each_arm_starts_twice_on_caches_of_its_own(world, tmp_path):
+    record = measure(tmp_path / "starts.json")
+    assert [name for name, _ in world.launched] == [
+        "stock",
+        "stock",
+        "csf",
+        "csf",
+        "csf",
+        "csf",
+        "stock",
+        "stock",
+    ]
+    folders = [folder for _, folder in world.launched]
+    assert folders[::2] == folders[1::2]
+    assert len(set(folders)) == 4
+    assert not any(Path(folder).exists() for folder in folders)
+    assert set(world.most_up) == {1}
+    assert [start["caches"] for start in record["starts"]] == ["empty", "filled"] * 4
+    assert records.read(tmp_path / "starts.json", "starts") == record | {
+        "settings": record["settings"]
+        | {"arms": {n: a | {"flags": list(a["flags"])} for n, a in record["settings"]["arms"].items()}}
+    }
+
+
+def test_several_at_once_are_up_together_on_empty_caches(world):
+    record = measure(rounds=1, at_once=3)
+    assert max(world.most_up) == 3
+    together = world.launched[-3:]
+    assert [name for name, _ in together] == ["csf"] * 3
+    assert len({folder for _, folder in together}) == 1
+    assert together[0][1] not in [folder for _, folder in world.launched[:-3]]
+    assert [(s["at_once"], s["server"]) for s in record["starts"][-3:]] == [(3, 0), (3, 1), (3, 2)]
+
+
+def test_the_table_tells_programs_and_the_difference_to_stock(world):
+    record = measure()
+    assert record["starts"][2] | {"answer": ""} == {
+        "round": 0,
+        "arm": "csf",
+        "caches": "empty",
+        "at_once": 1,
+        "server": 0,
+        "start_seconds": 95.0,
+        "answer_seconds": 0.0,
+        "answer": "",
+        "host_peak_mib": 3,
+        "plugin": [LOG.format(20, 0).strip()],
+        "compiled": 20,
+        "from_cache": 0,
+        "waited_seconds": 2.5,
+    }
+    said = starting.text(record)
+    assert "csf - stock, empty caches: +5.0 s." in said
+    assert "csf - stock, filled caches: +5.0 s." in said
+    assert starting.different_answers(record) == []
+
+
+def test_starts_that_answer_differently_are_told(world):
+    world.answers["csf"] = ["one", "two"]
+    record = measure(rounds=1)
+    assert starting.different_answers(record) == ["csf"]
+    assert "csf: the answers of its starts differ." in starting.text(record)
+
+
+def test_an_arm_that_fails_leaves_the_others(world):
+    world.fails = {"stock"}
+    record = measure(rounds=1)
+    assert [f["arm"] for f in record["failures"]] == ["stock"]
+    assert [s["arm"] for s in record["starts"]] == ["csf", "csf"]
+    assert world.up == 0
+    assert "Failed: stock, empty caches: vllm serve ended with 1:" in starting.text(record)
+
+
+def test_nothing_starts_when_the_time_is_over(world):
+    record = measure(duration=1e-9)
+    assert not world.launched
+    assert "No server came up." in starting.text(record)
+
+
+def test_mtp_is_asked_for(world):
+    measure(rounds=1, speculation="mtp", speculative_tokens=2)
+    assert all('"num_speculative_tokens": 2' in flags[-1] for flags in world.flags)
+
+
+def test_downloads_stay_where_they_are(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/cache")
+    found = starting.own_caches(tmp_path)
+    assert found.pop("HF_HOME") == "/home/cache/huggingface"
+    assert all(value.startswith(str(tmp_path)) for value in found.values())
+
+
+def test_at_once_on_a_device_needs_a_share_of_it(monkeypatch, checkpoint, capsys):
+    monkeypatch.setattr("vllm_csf.bench.server.has_cuda", lambda: True)
+    folder = str(checkpoint("qwen3-moe", "csf"))
+    assert cli.main(["bench", "starts", folder, "--at-once", "2"]) == 1
+    assert "--at-once 2 needs --gpu-memory-utilization" in capsys.readouterr().err
