@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +36,7 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
         raise CheckpointError(f"{target}: is, holds or lies in {converted}, expected a folder of its own")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file, expected a new folder")
-    target.mkdir(parents=True, exist_ok=True)
-    with open_checkpoint(converted) as checkpoint, _claimed(target):
+    with open_checkpoint(converted) as checkpoint, _folder(target), _claimed(target):
         shard_writer.check_space(target, sum(file.bytes for file in record.files))
         for file in sorted(
             record.files, key=lambda f: (f.path not in record.shards, f.path in record.rewritten)
@@ -48,6 +47,20 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
                     if progress:
                         progress(len(chunk))
     return len(record.files)
+
+
+@contextmanager
+def _folder(target: Path) -> Iterator[None]:
+    """Makes it; after an error it goes again, if it was made here and nothing came into it."""
+    missing = [path for path in (target, *target.parents) if not path.exists()]
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 @contextmanager

@@ -92,3 +92,15 @@ def test_native_scales_are_served(checkpoint, tmp_path):
     (start,) = json.loads(out.read_text())["starts"]
     assert re.search(r"resident \(10[0-2]\.\d %\)", start["plugin"][0])  # with the offsets of small planes
     assert "execution reference, native scales" in start["plugin"][0]
+
+
+def test_starts_with_empty_and_with_filled_caches(checkpoint, tmp_path, capfd):
+    out = tmp_path / "starts.json"
+    flags = ["--server-args=--max-model-len 128", "--out", str(out)]
+    model = str(checkpoint("qwen3-moe", "csf"))
+    assert cli.main(["bench", "starts", model, "--arms", "csf", "--rounds", "1", *flags]) == 0
+    cold, warm = json.loads(out.read_text())["starts"]
+    assert (cold["caches"], warm["caches"]) == ("empty", "filled")
+    assert cold["answer"] == warm["answer"]
+    assert cold["start_seconds"] > cold["load_seconds"] > 0
+    assert "| csf | empty" in " ".join(capfd.readouterr().out.split())

@@ -112,6 +112,8 @@ def test_restore_refuses_what_was_not_converted(converted, tmp_path):
     source, _ = converted
     with pytest.raises(CheckpointError, match="expected a converted"):
         restore(source, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="absent: no such folder"):
+        restore(tmp_path / "absent", tmp_path / "a")
 
 
 def test_every_file_of_the_source_is_reproduced(converted):
@@ -307,6 +309,10 @@ def test_restore_needs_exactly_the_bytes_of_the_source(converted, tmp_path, monk
 def test_restored_files_are_checked_before_they_get_their_name(converted, tmp_path):
     _, root = converted
     damage(root, "self_attn.o_proj.weight")
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        restore(root, tmp_path / "back")
-    assert contents(tmp_path / "back") == {}
+    (tmp_path / "there").mkdir()
+    for name in ("back", "new/back", "there"):
+        with pytest.raises(CheckpointError, match="SHA-256"):
+            restore(root, tmp_path / name)
+    # What was not there before is gone again.
+    assert {"back", "new", "there"} & {path.name for path in tmp_path.iterdir()} == {"there"}
+    assert contents(tmp_path / "there") == {}
