@@ -1,18 +1,27 @@
-"""``vllm-csf bench``: kernels, serving and quality, measured; tables, reports, comparisons of records."""
+"""``vllm-csf bench``: kernels, serving, starts and quality, measured; tables and comparisons of records."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, SERVED_ARMS, TOKENS
+from ..bench.geometries import ARMS, EXCEPTIONS, NAMED, ROUTINGS, TOKENS
+from . import bench_starts
 from .arguments import above_zero, at_least_one, not_negative, positive, seed, share
+from .bench_arguments import (
+    arms,
+    check_speculation,
+    more_flags,
+    numbers,
+    one_of,
+    speculative_tokens,
+    start_seconds,
+    subjects_of,
+)
 
 if TYPE_CHECKING:
     from ..bench.geometries import LayerGeometry
-    from ..bench.subjects import Subject
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, help_, declare, run_ in (
         ("kernels", "time one expert layer: compressed, native, vLLM's own", _kernels, run_kernels),
         ("serve", "serve a checkpoint in three arms, drive the servers, compare them", _serve, run_serve),
-        ("starts", "start servers with empty and with filled caches, and time that", _starts, run_starts),
+        ("starts", bench_starts.HELP, bench_starts.configure, bench_starts.run),
         ("quality", "ask all arms the same and compare every log probability", _quality, run_quality),
         ("compare", "what changed from one record of serving to another", _compare, run_compare),
         ("table", "print a record of the kernels as Markdown, and draw it", _table, run_table),
@@ -32,23 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     return int(arguments.run_bench(arguments) or 0)
-
-
-def numbers(text: str) -> list[int]:
-    """1,2,4."""
-    return [positive(part) for part in text.split(",")]
-
-
-def one_of(names: tuple[str, ...]) -> type:
-    """A comma list of some of the names. A type, so that argparse shows what is wrong."""
-
-    class Names(list):
-        def __init__(self, text: str) -> None:
-            super().__init__(text.split(","))
-            if wrong := [name for name in self if name not in names]:
-                raise argparse.ArgumentTypeError(f"has {wrong[0]!r}, expected some of {', '.join(names)}")
-
-    return Names
 
 
 # ---- kernels ---------------------------------------------------------------------------------------
@@ -161,46 +153,8 @@ def loads(text: str) -> list[tuple[int, int, int]]:
     return [(prompt, output, concurrency) for concurrency in numbers(parts[2])]
 
 
-def _arms(parser: argparse.ArgumentParser, default: tuple[str, ...] = SERVED_ARMS) -> None:
-    parser.add_argument("checkpoint", help="folder, or Hugging Face repository")
-    parser.add_argument(
-        "--arms",
-        type=one_of(SERVED_ARMS),
-        default=list(default),
-        metavar=",".join(SERVED_ARMS),
-        help="vLLM without the plugin, with native and with compressed scales "
-        f"(default: {'all' if default == SERVED_ARMS else ','.join(default)})",
-    )
-    parser.add_argument("--stock", metavar="CHECKPOINT", help="what stock vLLM serves (default: the same)")
-    parser.add_argument(
-        "--made-up-weights",
-        action="store_true",
-        help="of a configuration that `make-example --no-weights` made: random, the same in all arms",
-    )
-    parser.add_argument("--out", type=Path, help="record (JSON), kept while it grows")
-    parser.add_argument("--commit", help="for the record, where no git tells")
-
-
-def _more_flags(parser: argparse.ArgumentParser, of: str) -> None:
-    for arms, which in (("server", "all arms"), ("plugin", "native and csf"), ("stock", "stock")):
-        parser.add_argument(
-            f"--{arms}-args", type=shlex.split, default=[], metavar="FLAGS", help=f"for {of}, {which}"
-        )
-
-
-def _subjects(arguments: argparse.Namespace) -> tuple[list[Subject], dict[str, str]]:
-    from ..bench import subjects
-    from ..bench.server import has_cuda
-
-    flags = subjects.Flags(
-        arguments.server_args, arguments.plugin_args, arguments.stock_args, arguments.made_up_weights
-    )
-    cpu = not has_cuda()
-    return subjects.subjects(arguments.arms, arguments.checkpoint, arguments.stock, flags, cpu)
-
-
 def _serve(parser: argparse.ArgumentParser) -> None:
-    _arms(parser)
+    arms(parser)
     parser.add_argument(
         "--load",
         type=loads,
@@ -241,7 +195,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: both, where the checkpoint has an MTP layer",
     )
-    _speculative_tokens(parser)
+    speculative_tokens(parser)
     parser.add_argument(
         "--synthetic-acceptance",
         type=at_least_one,
@@ -251,30 +205,8 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, metavar="T", help="of sampling (default: 0, greedy)"
     )
-    _more_flags(parser, "vllm serve")
-    _start_seconds(parser)
-
-
-def _speculative_tokens(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--speculative-tokens", type=positive, default=3, metavar="N", help="drafted at a time (default: 3)"
-    )
-
-
-def _start_seconds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--start-seconds", type=above_zero, default=900.0, metavar="S", help="a start may take (default: 900)"
-    )
-
-
-def _check_speculation(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
-    from ..bench import records, subjects
-
-    if arguments.speculation in ("mtp", "both") and not subjects.has_mtp(config):
-        raise records.BenchError(
-            f"--speculation is {arguments.speculation}, which needs an MTP layer, and {arguments.checkpoint} "
-            "has none"
-        )
+    more_flags(parser, "vllm serve")
+    start_seconds(parser)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -283,7 +215,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     config = subjects.read_config(arguments.checkpoint)
     records.claim(arguments.out)
-    _check_speculation(arguments, config)
+    check_speculation(arguments, config)
     if arguments.synthetic_acceptance is not None and not has_cuda():
         raise records.BenchError(
             "--synthetic-acceptance needs a CUDA device: vLLM's CPU build has no kernel for it"
@@ -291,7 +223,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if arguments.overlap_starts and not arguments.together:
         raise records.BenchError("--overlap-starts needs --together: else one server is up at a time")
     kinds = {"auto": ["off", "mtp"] if subjects.has_mtp(config) else ["off"], "both": ["off", "mtp"]}
-    found, skipped = _subjects(arguments)
+    found, skipped = subjects_of(arguments)
     if arguments.uniform_routing and not has_cuda() and any(subject.name == "stock" for subject in found):
         raise records.BenchError(
             "--uniform-routing with a stock arm needs a CUDA device: the experts of vLLM's CPU build refuse "
@@ -329,62 +261,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 1 if record["failures"] else 0
 
 
-# ---- starts ----------------------------------------------------------------------------------------
-
-
-def _starts(parser: argparse.ArgumentParser) -> None:
-    _arms(parser, ("stock", "csf"))
-    parser.add_argument("--rounds", type=positive, default=3, help="turns of each arm (default: 3)")
-    parser.add_argument(
-        "--at-once",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="also start N servers together on empty caches, of arms with the plugin",
-    )
-    parser.add_argument("--duration", type=above_zero, metavar="SECONDS", help="start nothing later")
-    parser.add_argument("--speculation", choices=("off", "mtp"), default="off", help="default: off")
-    _speculative_tokens(parser)
-    _more_flags(parser, "vllm serve")
-    _start_seconds(parser)
-
-
-def run_starts(arguments: argparse.Namespace) -> int:
-    from ..bench import machine, records, starting, subjects
-    from ..bench.server import has_cuda
-
-    _check_speculation(arguments, subjects.read_config(arguments.checkpoint))
-    records.claim(arguments.out)
-    shared = any(flag.startswith("--gpu-memory-utilization") for flag in arguments.server_args)
-    if arguments.at_once > 1 and has_cuda() and not shared:
-        raise records.BenchError(
-            f"--at-once {arguments.at_once} needs --gpu-memory-utilization among --server-args: "
-            "the servers share the device"
-        )
-    found, skipped = _subjects(arguments)
-    wanted = starting.Wanted(
-        checkpoint=arguments.checkpoint,
-        subjects=found,
-        rounds=arguments.rounds,
-        at_once=arguments.at_once,
-        speculation=arguments.speculation,
-        speculative_tokens=arguments.speculative_tokens,
-        duration=arguments.duration,
-        start_seconds=arguments.start_seconds,
-        commit=machine.commit(arguments.commit),
-        skipped=skipped,
-    )
-    about = {"sha256": subjects.fingerprint(arguments.checkpoint)}
-    record = starting.run(wanted, arguments.out, lambda text: print(text, flush=True), about)
-    print(starting.text(record))
-    return 1 if record["failures"] or starting.different_answers(record) else 0
-
-
 # ---- quality ---------------------------------------------------------------------------------------
 
 
 def _quality(parser: argparse.ArgumentParser) -> None:
-    _arms(parser)
+    arms(parser)
     parser.add_argument(
         "--text", type=Path, help="file whose perplexity is measured (default: made-up tokens)"
     )
@@ -401,7 +282,7 @@ def _quality(parser: argparse.ArgumentParser) -> None:
         "--top", type=positive, default=20, metavar="K", help="log probabilities at a place (default: 20)"
     )
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the prompts (default: 0)")
-    _more_flags(parser, "the engine")
+    more_flags(parser, "the engine")
 
 
 def _check_lengths(arguments: argparse.Namespace, config: dict[str, Any]) -> None:
@@ -421,7 +302,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
     records.claim(arguments.out)
     _check_lengths(arguments, subjects.read_config(arguments.checkpoint))
-    found, skipped = _subjects(arguments)
+    found, skipped = subjects_of(arguments)
     prompts, scored = texts.choose(
         arguments.checkpoint,
         arguments.text,
