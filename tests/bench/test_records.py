@@ -33,6 +33,34 @@ def test_a_write_that_dies_leaves_the_last_record(tmp_path, monkeypatch):
     assert records.read(path) == RECORD
 
 
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    there, link = tmp_path / "there" / "record.json", tmp_path / "link.json"
+    link.symlink_to(there)  # leads to nothing yet
+    for record in (RECORD, RECORD | {"commit": "d"}):
+        records.claim(link)
+        records.write(record, link)
+        assert link.is_symlink()
+        assert records.read(there) == record
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link.json", "record.json", "there"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    (tmp_path / "link").symlink_to(pipe)
+    for name, said in (
+        ("pipe", "which is a pipe, expected a file"),
+        ("link", "which is a pipe, expected a file"),
+        (".", "which is a folder, expected a file"),
+        ("loop", "cannot be written: too many levels of symbolic links"),
+    ):
+        with pytest.raises(BenchError, match=f"--out.*{said}"):
+            records.claim(tmp_path / name)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, help="JSON record")
     parser.add_argument("--layers", nargs="+", choices=list(NAMED), default=list(LAYERS))
     arguments = parser.parse_args()
+    records.claim(arguments.out, "OUT")
     record = measure(arguments.layers)
     if arguments.out:
         records.write(record, arguments.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ MEASURED = {
     "serve": ("windows", ("seconds", "output_tok_s")),
     "starts": ("starts", ("start_seconds",)),
 }
+SPECIAL = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
 class BenchError(CheckpointError):
@@ -30,21 +32,37 @@ def claim(path: Path | None, flag: str = "--out") -> None:
     """Raises BenchError where no record could be written, before anything is measured."""
     if path is None:
         return
-    if path.is_dir():
-        raise BenchError(f"{flag} is {path}, which is a folder, expected a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _beside(path).touch()
-        _beside(path).unlink()
+        if (kind := _special(path)) is not None:
+            raise BenchError(f"{flag} is {path}, which is a {kind}, expected a file")
+        real = _real(path)
+        real.parent.mkdir(parents=True, exist_ok=True)
+        _beside(real).touch()
+        _beside(real).unlink()
     except OSError as error:
         raise BenchError(f"{flag} {path}: cannot be written: {reason(error)}") from error
 
 
+def _special(path: Path) -> str | None:
+    """What stands there, if it is no file: a record would take its place. Raises OSError."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    return None if stat.S_ISREG(mode) else SPECIAL.get(stat.S_IFMT(mode), "special file")
+
+
 def write(record: dict[str, Any], path: Path) -> None:
     """Replaces the file in one step. One row a line: records are kept under version control."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _beside(path).write_text(dumps(record))
-    os.replace(_beside(path), path)
+    real = _real(path)
+    real.parent.mkdir(parents=True, exist_ok=True)
+    _beside(real).write_text(dumps(record))
+    os.replace(_beside(real), real)
+
+
+def _real(path: Path) -> Path:
+    """Where a link leads: the file is replaced there, the link stays."""
+    return Path(os.path.realpath(path))
 
 
 def _beside(path: Path) -> Path:
