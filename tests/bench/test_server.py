@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 import textwrap
+import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,77 @@ def test_a_server_that_takes_too_long_is_stopped(serve):
     with pytest.raises(ServerError, match="not ready after 0 s"):
         server.wait()
     assert wait_until_dead(leader)
+
+
+def test_a_server_that_came_up_while_nobody_looked_is_up(serve):
+    server = serve(ANSWERS, start_seconds=0.5)
+    server.launch()
+    time.sleep(3)
+    assert server.wait() >= 3
+    server.stop()
+
+
+def test_nothing_outlives_an_interrupt_of_stopping(serve):
+    deaf = """
+    import signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("up", flush=True)
+    time.sleep(600)
+    """
+    server = serve(deaf, start_seconds=60)
+    server.launch()
+    server.wait_for_log("up")
+    leader = server._process.pid
+    again = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    again.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert wait_until_dead(leader)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html>", "answered '<html>', expected JSON"),
+        (b"\x80", "expected JSON"),
+        (b"", r"answered None, expected choices\[0\]\.text"),
+        (b"[]", r"answered \[\], expected"),
+        (b'{"choices": []}', "expected choices"),
+        (b'{"choices": {"text": "a"}}', "expected choices"),
+        (b'{"choices": [{"text": null}]}', "expected choices"),
+        (b'{"choices": [3]}', "expected choices"),
+    ],
+)
+def test_an_answer_that_is_none_is_named(monkeypatch, tmp_path, body, said):
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
+    server = Server("model", log=tmp_path / "log", cpu=True)
+    server.url = "http://127.0.0.1:1"
+    with pytest.raises(ServerError, match=f"/v1/completions: .*{said}"):
+        server.complete("a")
+
+
+def test_what_is_no_http_is_no_answer(serve):
+    program = """
+    import socket, sys
+    listening = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+    while True:
+        with listening.accept()[0] as one:
+            one.recv(1000)
+            one.sendall(b"hello\\n")
+    """
+    with pytest.raises(ServerError, match="not ready"), serve(program, start_seconds=1.0):
+        pass
+    server = serve(program, start_seconds=60)
+    server.launch()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with pytest.raises(ServerError) as error:
+            server.text("/metrics")
+        if "BadStatusLine: hello" in str(error.value):
+            break
+        time.sleep(0.1)
+    server.stop()
+    assert "/metrics: BadStatusLine: hello" in str(error.value)
 
 
 def test_it_waits_for_its_log(serve):

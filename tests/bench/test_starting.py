@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_csf import cli
-from vllm_csf.bench import records, starting
+from vllm_csf.bench import records, server, starting
 from vllm_csf.bench.server import ServerError
 from vllm_csf.bench.starting import Wanted
 from vllm_csf.bench.subjects import Subject
@@ -33,6 +34,7 @@ class World:
         self.answers: dict[str, list[str]] = {}
         self.fails: set[str] = set()
         self.flags: list[Sequence[str]] = []
+        self.diary: list[str] = []
 
 
 @pytest.fixture
@@ -50,19 +52,23 @@ def world(monkeypatch) -> World:
         def launch(self) -> None:
             state.launched.append((self.name, self.folder))
             state.up += 1
+            self.running = True
             state.most_up.append(state.up)
             self.cold = self.folder not in state.filled
 
-        def wait(self) -> float:
+        def poll(self) -> float:
+            state.diary.append("poll")
             if self.name in state.fails:
                 raise ServerError("vllm serve ended with 1:\nno memory")
             state.filled.add(self.folder)
             return 50.0 + 40.0 * self.cold + 5.0 * (self.name == "csf")
 
         def stop(self) -> None:
-            state.up -= 1
+            state.up -= self.running
+            self.running = False
 
         def complete(self, prompt: list[int], tokens: int, **_: Any) -> dict[str, str]:
+            state.diary.append("ask")
             said = state.answers.get(self.name)
             return {"text": said.pop(0) if said else "the same"}
 
@@ -113,6 +119,49 @@ def test_several_at_once_are_up_together_on_empty_caches(world):
     assert len({folder for _, folder in together}) == 1
     assert together[0][1] not in [folder for _, folder in world.launched[:-3]]
     assert [(s["at_once"], s["server"]) for s in record["starts"][-3:]] == [(3, 0), (3, 1), (3, 2)]
+    assert world.diary[-6:] == ["poll"] * 3 + ["ask"] * 3
+
+
+SLOW_OR_NOT = """
+import http.server, os, sys, time
+log = os.readlink("/proc/self/fd/1")
+if log.endswith("2-1.log"):
+    sys.exit("ValueError: no memory")
+time.sleep(4 * log.endswith("3-0.log"))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        self.do_GET()
+        self.wfile.write(b'{"choices": [{"text": "the same"}]}')
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def real(monkeypatch, tmp_path):
+    """Processes that take the place of `vllm serve`."""
+    script = tmp_path / "vllm.py"
+    script.write_text(SLOW_OR_NOT)
+    monkeypatch.setattr(server, "vllm_command", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(starting, "has_cuda", lambda: False)
+
+
+def test_each_of_several_has_its_own_time(real, tmp_path):
+    record = measure(tmp_path / "starts.json", subjects=ARMS[1:], rounds=1, at_once=3)
+    assert not record["failures"]
+    slow, *others = (start["start_seconds"] for start in record["starts"][-3:])
+    assert slow > 4
+    assert max(others) < slow - 1
+    assert all(start["answer"] == "the same" for start in record["starts"])
+
+
+def test_one_of_several_that_fails_leaves_the_others(real, tmp_path):
+    record = measure(tmp_path / "starts.json", subjects=ARMS[1:], rounds=1, at_once=2)
+    assert [(f["at_once"], f["server"]) for f in record["failures"]] == [(2, 1)]
+    assert [(s["at_once"], s["server"]) for s in record["starts"]] == [(1, 0), (1, 0), (2, 0)]
 
 
 def test_the_table_tells_programs_and_the_difference_to_stock(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -23,6 +24,10 @@ START_SECONDS = 300.0
 # Warnings quote errors that did not happen.
 ERROR = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*\b[A-Z]\w*(Error|Exception)\b: ")
 REQUEST_SECONDS = 120.0
+POLL_SECONDS = 0.25
+SHOWN = 200  # characters of an answer that is not what was expected
+# The second where what comes back is no HTTP, or ends too early.
+NO_ANSWER = (OSError, http.client.HTTPException)
 # A CPU server that pins threads of two ranks needs to be told which cores are whose.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager")
 
@@ -123,11 +128,27 @@ class Server:
     def wait(self) -> float:
         """Seconds from the launch until the server answered. Raises ServerError if it does not."""
         try:
-            self._wait_until_ready()
+            while (seconds := self.poll()) is None:
+                time.sleep(POLL_SECONDS)
         except BaseException:
             self.stop()
             raise
-        return time.monotonic() - self._launched
+        return seconds
+
+    def poll(self) -> float | None:
+        """Seconds since the launch where it answers now, None where it may yet.
+
+        Raises ServerError, with the end of its log, where it will not. It is asked before its time is looked
+        at: one that came up while nobody looked is up.
+        """
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise ServerError(f"vllm serve ended with {self._process.returncode}:\n{self.log_tail()}")
+        with contextlib.suppress(*NO_ANSWER), urllib.request.urlopen(self.url + "/health", timeout=5):
+            return time.monotonic() - self._launched
+        if time.monotonic() >= self._launched + self._start_seconds:
+            raise ServerError(f"not ready after {self._start_seconds:.0f} s:\n{self.log_tail()}")
+        return None
 
     def wait_for_log(self, pattern: str) -> None:
         """Until the log has it. Returns as well where it never will; `wait` says then what is wrong."""
@@ -144,32 +165,19 @@ class Server:
             return 0
         return sum(_peak_bytes(pid) for pid in _members(self._process.pid))
 
-    def _wait_until_ready(self) -> None:
-        assert self._process is not None
-        deadline = self._launched + self._start_seconds
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ServerError(f"vllm serve ended with {self._process.returncode}:\n{self.log_tail()}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.25)
-        raise ServerError(f"not ready after {self._start_seconds:.0f} s:\n{self.log_tail()}")
-
     def stop(self) -> None:
         """Ends the server and the processes it started."""
         process, self._process = self._process, None
         if process is None:
             return
-        for how, seconds in ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-            _signal_group(process.pid, how)
-            try:
-                process.wait(seconds)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        _signal_group(process.pid, signal.SIGKILL)
+        try:
+            for how, seconds in ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+                _signal_group(process.pid, how)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+                    break
+        finally:  # also after a second ctrl-C, which comes while it is waited for
+            _signal_group(process.pid, signal.SIGKILL)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -180,7 +188,10 @@ class Server:
     def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """GET, or POST with a JSON body; returns the JSON of the answer (None where there is none)."""
         text = self.text(path, body)
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise ServerError(f"{path}: answered {text[:SHOWN]!r}, expected JSON") from error
 
     def text(self, path: str, body: dict[str, Any] | None = None) -> str:
         """As `request`, whatever the answer is."""
@@ -190,22 +201,33 @@ class Server:
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
-                return answer.read().decode()
+                return answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")
             raise ServerError(f"{path}: HTTP {error.code}: {detail}\n{self.log_tail()}") from error
-        except (urllib.error.URLError, OSError) as error:
-            raise ServerError(f"{path}: {error}\n{self.log_tail()}") from error
+        except NO_ANSWER as error:
+            raise ServerError(f"{path}: {type(error).__name__}: {error}\n{self.log_tail()}") from error
 
     def complete(self, prompt: str | list[int], tokens: int = 16, **options: Any) -> dict[str, Any]:
         """One greedy completion; the first choice of the answer."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **options}
-        return self.request("/v1/completions", body)["choices"][0]
+        return self._choice("/v1/completions", body, "text", str)
 
     def chat(self, text: str, tokens: int = 16, **options: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}]
         body = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0, **options}
-        return self.request("/v1/chat/completions", body)["choices"][0]
+        return self._choice("/v1/chat/completions", body, "message", dict)
+
+    def _choice(self, path: str, body: dict[str, Any], field: str, kind: type) -> dict[str, Any]:
+        answer = self.request(path, body)
+        try:
+            choice = answer["choices"][0]
+            good = isinstance(choice[field], kind)
+        except (LookupError, TypeError):
+            good = False
+        if not good:
+            raise ServerError(f"{path}: answered {repr(answer)[:SHOWN]}, expected choices[0].{field}")
+        return choice
 
 
 def log_tail(log: Path, lines: int = 40) -> str:

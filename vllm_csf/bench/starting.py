@@ -27,7 +27,7 @@ from typing import Any
 
 from . import machine, observe, records
 from .serve_report import aligned
-from .server import Server, ServerError, has_cuda, terminable
+from .server import POLL_SECONDS, Server, ServerError, has_cuda, terminable
 from .serving import MTP, OFF, speculative_config, turn
 from .subjects import Subject
 
@@ -127,8 +127,30 @@ class _Session:
             for one in launched:
                 stack.callback(one.stop)
                 one.launch()
-            good = [self._ready(one, where | {"server": i}) for i, one in enumerate(launched)]
-        return all(good)
+            up = self._come_up(launched, where)
+            # Not before all are up: an answer takes time from those that still start.
+            good = [self._answers(launched[i], seconds, where | {"server": i}) for i, seconds in up.items()]
+        return len(good) == servers and all(good)
+
+    def _come_up(self, launched: Sequence[Server], where: dict[str, Any]) -> dict[int, float]:
+        """Seconds that each took which came up, in their order. Those that will not are stopped at once."""
+        up: dict[int, float] = {}
+        waiting = dict(enumerate(launched))
+        while waiting:
+            for i, one in list(waiting.items()):
+                try:
+                    seconds = one.poll()
+                except ServerError as error:
+                    one.stop()
+                    self._failed(where | {"server": i}, error)
+                    del waiting[i]
+                    continue
+                if seconds is not None:
+                    up[i] = seconds
+                    del waiting[i]
+            if waiting:
+                time.sleep(POLL_SECONDS)
+        return dict(sorted(up.items()))
 
     def _server(self, subject: Subject, log: Path, folder: Path) -> Server:
         flags = list(subject.flags)
@@ -147,28 +169,40 @@ class _Session:
             start_seconds=self.wanted.start_seconds,
         )
 
-    def _ready(self, server: Server, where: dict[str, Any]) -> bool:
-        what = f"{where['arm']}, {where['caches']} caches, {where['at_once']} at once"
+    def _answers(self, server: Server, seconds: float, where: dict[str, Any]) -> bool:
+        """Whether it does, which the record then says."""
         try:
-            seconds = server.wait()
             begin = time.monotonic()
             answer = server.complete(PROMPT, ANSWER, ignore_eos=True)["text"]
             took = time.monotonic() - begin
         except ServerError as error:
-            self.record["failures"].append(where | {"error": str(error)[-4000:]})
-            self.say(f"{what}: failed: {error}")
-            self._keep()
+            self._failed(where, error)
             return False
         start = where | {"start_seconds": round(seconds, 2), "answer_seconds": round(took, 2)}
         start |= {"answer": answer, "host_peak_mib": server.peak_host_bytes() >> 20}
         self.record["starts"].append(start | _facts(server.log_text()))
-        self.say(f"round {where['round']}, {what}: ready after {seconds:.1f} s")
+        self.say(f"{_named(where)}: ready after {seconds:.1f} s")
         self._keep()
         return True
+
+    def _failed(self, where: dict[str, Any], error: ServerError) -> None:
+        self.record["failures"].append(where | {"error": _shortened(str(error))})
+        self.say(f"{_named(where)}: failed: {error}")
+        self._keep()
 
     def _keep(self) -> None:
         if self.out is not None:
             records.write(self.record, self.out)
+
+
+def _named(where: dict[str, Any]) -> str:
+    found = f"round {where['round']}, {where['arm']}, {where['caches']} caches"
+    return found + (f", {where['at_once']} at once, server {where['server']}" if where["at_once"] > 1 else "")
+
+
+def _shortened(error: str) -> str:
+    """What went wrong stands before the end of the log, which is long."""
+    return error if len(error) <= 4000 else f"{error[:1000]}\n...\n{error[-3000:]}"
 
 
 def own_caches(folder: Path) -> dict[str, str]:
