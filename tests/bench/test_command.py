@@ -22,6 +22,7 @@ RECORD = {"machine": {"gpu": "Card"}, "commit": "c", "rows": [row("csf", 1, 20.0
         (["--tokens", "0"], "argument --tokens"),
         (["--routing", "even"], "has 'even', expected some of uniform, zipf, hot"),
         (["--arms", "csf,theirs"], "has 'theirs', expected some of csf, native, marlin"),
+        (["--arms", "csf,native,csf"], "has 'csf' more than once"),
         (["--exceptions", "1.5"], "is '1.5', expected a number from 0 to 1"),
     ],
 )

@@ -218,12 +218,67 @@ def test_downloads_stay_where_they_are(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/cache")
     found = starting.own_caches(tmp_path)
+    assert "TVM_FFI_CACHE_DIR" in found
     assert found.pop("HF_HOME") == "/home/cache/huggingface"
     assert all(value.startswith(str(tmp_path)) for value in found.values())
 
 
-def test_at_once_on_a_device_needs_a_share_of_it(monkeypatch, checkpoint, capsys):
+UNUSED = ["--out", "record.json", "--duration", "1e-9"]
+
+
+@pytest.fixture
+def start(monkeypatch, checkpoint, tmp_path):
+    """`bench starts` of a small checkpoint on a device, in an empty folder; nothing is launched."""
     monkeypatch.setattr("vllm_csf.bench.server.has_cuda", lambda: True)
+    monkeypatch.chdir(tmp_path)
     folder = str(checkpoint("qwen3-moe", "csf"))
-    assert cli.main(["bench", "starts", folder, "--at-once", "2"]) == 1
+    return lambda *flags: cli.main(["bench", "starts", folder, "--stock", folder, *UNUSED, *flags])
+
+
+@pytest.mark.parametrize("arms", ["stock,csf", "csf", "native,stock"])
+@pytest.mark.parametrize("flags", [[], ["--stock-args=--gpu-memory-utilization 0.3"]])
+def test_at_once_on_a_device_needs_a_share_of_it(start, arms, flags, tmp_path, capsys):
+    assert start("--at-once", "2", "--arms", arms, *flags) == 1
     assert "--at-once 2 needs --gpu-memory-utilization" in capsys.readouterr().err
+    assert not list(tmp_path.glob("record*"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--server-args=--gpu-memory-utilization 0.3"],
+        ["--server-args=--gpu-memory-utilization=0.3"],
+        ["--server-args=--gpu_memory_utilization 0.3"],
+        ["--plugin-args=--gpu_memory_utilization=0.3"],
+        ["--arms=stock"],
+        ["--at-once=1"],
+    ],
+)
+def test_a_share_is_found_where_it_is_given_and_needed(start, flags, capsys):
+    start("--at-once", "2", *flags)
+    captured = capsys.readouterr()
+    assert not captured.err
+    assert "No server came up." in captured.out
+
+
+@pytest.mark.parametrize("to", ["server", "plugin"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        """--additional-config '{"csf_cache_dir": "/x"}'""",
+        """--additional_config='{"csf_scales": "csf", "csf_cache_dir":"/x"}'""",
+        "--additional-config.csf_cache_dir /x",
+        "--additional-config.csf_cache_dir=/x",
+        """--compilation-config='{"cache_dir": "/x"}'""",
+        "-cc.cache_dir=/x",
+    ],
+)
+def test_a_folder_for_caches_is_refused(start, to, flags, tmp_path, capsys):
+    assert start(f"--{to}-args={flags}") == 1
+    assert "cache_dir is given for" in capsys.readouterr().err
+    assert not list(tmp_path.glob("record*"))
+
+
+def test_a_path_that_is_called_so_is_not_refused(start, capsys):
+    start("--server-args=--download-dir /data/cache_dir --chat-template /x/csf_cache_dir.jinja")
+    assert not capsys.readouterr().err

@@ -67,6 +67,12 @@ def test_flags_reach_the_arms_they_are_meant_for(checkpoint):
     assert setting(native) == {"csf_execution": "cute", "csf_scales": "native"}
 
 
+def test_flags_may_be_written_with_underscores():
+    flags = ["--max_model_len=8", "--additional_config", '{"a_b": 1}']
+    assert subjects.unless_given(flags, "--max-model-len", 9) == []
+    assert subjects.with_settings(flags, {"c_d": 2})[1:] == ("--additional-config", '{"a_b": 1, "c_d": 2}')
+
+
 def test_made_up_weights_are_those_of_all_arms(checkpoint):
     found, _ = arms(checkpoint("glm4-moe", "modelopt"), flags=Flags(["--a"], stock=["--c"], made_up=True))
     for subject in found:

@@ -216,6 +216,7 @@ def own_caches(folder: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "CUDA_CACHE_PATH": str(folder / "cuda"),
+        "TVM_FFI_CACHE_DIR": str(folder / "tvm-ffi"),
     }
 
 

@@ -79,8 +79,17 @@ def subjects(
 
 def unless_given(flags: Sequence[str], flag: str, value: object) -> list[str]:
     """The flag with its value, nothing where the flags have it already."""
-    given = any(f.partition("=")[0] == flag for f in flags)
-    return [] if given else [flag, str(value)]
+    return [] if given(flags, flag) else [flag, str(value)]
+
+
+def given(flags: Sequence[str], flag: str) -> bool:
+    """Whether the flags have it, in either form that vLLM takes: `--a-flag` or `--a_flag`."""
+    return any(_name(part) == flag for part in flags)
+
+
+def _name(part: str) -> str:
+    name = part.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def with_settings(flags: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
@@ -89,11 +98,10 @@ def with_settings(flags: Sequence[str], settings: dict[str, Any]) -> tuple[str, 
     merged: dict[str, Any] = {}
     parts = iter(flags)
     for part in parts:
-        name, _, value = part.partition("=")
-        if name != ADDITIONAL:
+        if _name(part) != ADDITIONAL:
             rest.append(part)
             continue
-        text = value or next(parts, "")
+        text = part.partition("=")[2] or next(parts, "")
         try:
             merged |= json.loads(text)
         except (TypeError, ValueError) as error:

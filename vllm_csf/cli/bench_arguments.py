@@ -20,13 +20,15 @@ def numbers(text: str) -> list[int]:
 
 
 def one_of(names: tuple[str, ...]) -> type:
-    """A comma list of some of the names. A type, so that argparse shows what is wrong."""
+    """A comma list of some of the names, each once. A type, so that argparse shows what is wrong."""
 
     class Names(list):
         def __init__(self, text: str) -> None:
             super().__init__(text.split(","))
             if wrong := [name for name in self if name not in names]:
                 raise argparse.ArgumentTypeError(f"has {wrong[0]!r}, expected some of {', '.join(names)}")
+            if twice := [name for name in self if self.count(name) > 1]:
+                raise argparse.ArgumentTypeError(f"has {twice[0]!r} more than once")
 
     return Names
 
@@ -77,7 +79,11 @@ def speculative_tokens(parser: argparse.ArgumentParser) -> None:
 
 def start_seconds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--start-seconds", type=above_zero, default=900.0, metavar="S", help="a start may take (default: 900)"
+        "--start-seconds",
+        type=above_zero,
+        default=900.0,
+        metavar="S",
+        help="a start that takes longer has failed (default: 900)",
     )
 
 
