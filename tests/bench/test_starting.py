@@ -33,6 +33,8 @@ class World:
         self.filled: set[str] = set()
         self.answers: dict[str, list[str]] = {}
         self.fails: set[str] = set()
+        self.log = "no memory"
+        self.interrupted = False
         self.flags: list[Sequence[str]] = []
         self.diary: list[str] = []
 
@@ -59,7 +61,7 @@ def world(monkeypatch) -> World:
         def poll(self) -> float:
             state.diary.append("poll")
             if self.name in state.fails:
-                raise ServerError("vllm serve ended with 1:\nno memory")
+                raise ServerError(f"vllm serve ended with 1:\n{state.log}")
             state.filled.add(self.folder)
             return 50.0 + 40.0 * self.cold + 5.0 * (self.name == "csf")
 
@@ -69,6 +71,8 @@ def world(monkeypatch) -> World:
 
         def complete(self, prompt: list[int], tokens: int, **_: Any) -> dict[str, str]:
             state.diary.append("ask")
+            if state.interrupted and self.name == "csf":
+                raise KeyboardInterrupt
             said = state.answers.get(self.name)
             return {"text": said.pop(0) if said else "the same"}
 
@@ -84,7 +88,9 @@ def world(monkeypatch) -> World:
 
 
 def measure(out: Path | None = None, **other: Any) -> dict[str, Any]:
-    return starting.run(replace(Wanted("/models/m", ARMS, rounds=2), **other), out, lambda text: None)
+    record: dict[str, Any] = {}
+    starting.run(replace(Wanted("/models/m", ARMS, rounds=2), **other), record, out, lambda text: None)
+    return record
 
 
 def test_each_arm_starts_twice_on_caches_of_its_own(world, tmp_path):
@@ -162,6 +168,36 @@ def test_one_of_several_that_fails_leaves_the_others(real, tmp_path):
     record = measure(tmp_path / "starts.json", subjects=ARMS[1:], rounds=1, at_once=2)
     assert [(f["at_once"], f["server"]) for f in record["failures"]] == [(2, 1)]
     assert [(s["at_once"], s["server"]) for s in record["starts"]] == [(1, 0), (1, 0), (2, 0)]
+    assert (
+        "Failed: round 0, csf, empty caches, 2 at once, server 1: "
+        "vllm serve ended with 1: ValueError: no memory\n"
+    ) in starting.text(record)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("", ""),
+        ("/health: HTTP 500: no\nlast", "/health: HTTP 500: no"),
+        (
+            "not ready after 9 s:\nfirst error: OSError: a\n\nlast",
+            "not ready after 9 s: first error: OSError: a",
+        ),
+        ("not ready after 9 s:\nfirst\nlast\n", "not ready after 9 s: last"),
+    ],
+)
+def test_a_failure_is_told_with_its_cause(world, error, cause):
+    record = measure(duration=1e-9)
+    record["failures"] = [{"round": 1, "arm": "csf", "caches": "empty", "at_once": 1, "error": error}]
+    assert starting.text(record).endswith(f"\n\nFailed: round 1, csf, empty caches: {cause}\n")
+
+
+def test_a_long_log_does_not_push_the_cause_out_of_the_record(world):
+    world.fails, world.log = {"csf"}, "first error: OSError: a\n" + "x" * 5000 + " the end"
+    (failure,) = measure(rounds=1)["failures"]
+    assert failure["error"].startswith("vllm serve ended with 1:\nfirst error: OSError: a\n")
+    assert failure["error"].endswith(" the end")
+    assert len(failure["error"]) < 4100
 
 
 def test_the_table_tells_programs_and_the_difference_to_stock(world):
@@ -182,9 +218,13 @@ def test_the_table_tells_programs_and_the_difference_to_stock(world):
         "waited_seconds": 2.5,
     }
     said = starting.text(record)
-    assert "csf - stock, empty caches: +5.0 s." in said
-    assert "csf - stock, filled caches: +5.0 s." in said
+    assert "csf - stock, empty caches: +5.0 s.\n" in said
+    assert "csf - stock, filled caches: +5.0 s.\n" in said
     assert starting.different_answers(record) == []
+
+
+def test_a_difference_of_single_starts_is_marked(world):
+    assert "csf - stock, empty caches: +5.0 s, one start each.\n" in starting.text(measure(rounds=1))
 
 
 def test_starts_that_answer_differently_are_told(world):
@@ -200,7 +240,8 @@ def test_an_arm_that_fails_leaves_the_others(world):
     assert [f["arm"] for f in record["failures"]] == ["stock"]
     assert [s["arm"] for s in record["starts"]] == ["csf", "csf"]
     assert world.up == 0
-    assert "Failed: stock, empty caches: vllm serve ended with 1:" in starting.text(record)
+    said = "Failed: round 0, stock, empty caches: vllm serve ended with 1: no memory\n"
+    assert said in starting.text(record)
 
 
 def test_nothing_starts_when_the_time_is_over(world):
@@ -259,6 +300,24 @@ def test_a_share_is_found_where_it_is_given_and_needed(start, flags, capsys):
     captured = capsys.readouterr()
     assert not captured.err
     assert "No server came up." in captured.out
+
+
+def test_it_fails_where_nothing_was_measured(start):
+    assert start() == 1
+
+
+def test_interrupted_it_prints_what_was_measured(world, start, monkeypatch, tmp_path, capsys):
+    world.interrupted = True
+    stock, csf = ARMS
+    monkeypatch.setattr("vllm_csf.bench.subjects.subjects", lambda *_: ([stock, csf], {}))
+    assert start("--duration", "60") == 130
+    captured = capsys.readouterr()
+    assert captured.err == "vllm-csf bench: interrupted\n"
+    assert [line.split()[1] for line in captured.out.splitlines() if line.startswith("|")][2:] == [
+        "stock"
+    ] * 2
+    assert len(records.read(tmp_path / "record.json", "starts")["starts"]) == 2
+    assert world.up == 0
 
 
 @pytest.mark.parametrize("to", ["server", "plugin"])

@@ -27,7 +27,7 @@ from typing import Any
 
 from . import machine, observe, records
 from .serve_report import aligned
-from .server import POLL_SECONDS, Server, ServerError, has_cuda, terminable
+from .server import ERROR, POLL_SECONDS, Server, ServerError, has_cuda, terminable
 from .serving import MTP, OFF, speculative_config, turn
 from .subjects import Subject
 
@@ -59,13 +59,18 @@ class Wanted:
 
 
 def run(
-    wanted: Wanted, out: Path | None, say: Callable[[str], None], about: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The record, which `out` holds at any moment, logs beside it; failures are in it.
+    wanted: Wanted,
+    record: dict[str, Any],
+    out: Path | None,
+    say: Callable[[str], None],
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Fills the record, which `out` holds at any moment, logs beside it; failures are in it.
 
-    about: of the checkpoint. Raises KeyboardInterrupt when interrupted, after the servers have stopped.
+    about: of the checkpoint. Raises KeyboardInterrupt when interrupted, after the servers have stopped: the
+    record has what there was until then.
     """
-    record: dict[str, Any] = {
+    record |= {
         "machine": machine.describe(),
         "commit": wanted.commit,
         "checkpoint": {"name": Path(wanted.checkpoint).name, **(about or {})},
@@ -78,7 +83,6 @@ def run(
         logs = out.with_name(out.stem + "-logs") if out else Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         _Session(wanted, record, out, say, logs).measure()
-    return record
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:
@@ -268,12 +272,16 @@ def text(record: dict[str, Any]) -> str:
     lines = [f"No {arm} arm: {reason}." for arm, reason in record["skipped"].items()]
     lines += [f"{arm}: the answers of its starts differ." for arm in different_answers(record)]
     lines += list(_differences(cases(record)))
-    lines += [f"Failed: {f['arm']}, {f['caches']} caches: {_first(f['error'])}" for f in record["failures"]]
+    lines += [f"Failed: {_named(failure)}: {_cause(failure['error'])}" for failure in record["failures"]]
     return "\n\n".join([aligned(head, rows) if rows else "No server came up.", *lines]) + "\n"
 
 
-def _first(error: str) -> str:
-    return error.splitlines()[0] if error else ""
+def _cause(error: str) -> str:
+    """The first line; where that announces the end of a log, with the error in it or else its last line."""
+    first, *log = [line.strip() for line in error.splitlines() if line.strip()] or [""]
+    if not log or not first.endswith(":"):
+        return first
+    return f"{first} {next((line for line in log if ERROR.search(line)), log[-1])}"
 
 
 def _differences(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
@@ -281,7 +289,8 @@ def _differences(found: dict[Case, list[dict[str, Any]]]) -> Iterator[str]:
         base = found.get(("stock", caches, 1))
         if arm != "stock" and servers == 1 and base:
             more = _middle(starts, "start_seconds") - _middle(base, "start_seconds")
-            yield f"{arm} - stock, {caches} caches: {more:+.1f} s."
+            few = ", one start each" if len(starts) == len(base) == 1 else ""
+            yield f"{arm} - stock, {caches} caches: {more:+.1f} s{few}."
 
 
 def _values(starts: Sequence[dict[str, Any]], key: str) -> list[float]:

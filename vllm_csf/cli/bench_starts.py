@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .arguments import above_zero, positive
 from .bench_arguments import (
@@ -95,6 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
         skipped=skipped,
     )
     about = {"sha256": subjects.fingerprint(arguments.checkpoint)}
-    record = starting.run(wanted, arguments.out, lambda text: print(text, flush=True), about)
-    print(starting.text(record))
-    return 1 if record["failures"] or starting.different_answers(record) else 0
+    record: dict[str, Any] = {}
+    try:
+        starting.run(wanted, record, arguments.out, lambda text: print(text, flush=True), about)
+    finally:
+        if record:
+            print(starting.text(record))
+    bad = record["failures"] or not record["starts"] or starting.different_answers(record)
+    return 1 if bad else 0
