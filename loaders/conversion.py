@@ -112,7 +112,8 @@ def read_record(root: Path) -> Record:
     """Raises CheckpointError where the checkpoint was not converted by this tool, or not to the end."""
     path = folder_of(root) / RECORD
     if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder, expected a converted checkpoint")
+        found = "is a file" if root.exists() else "no such folder"
+        raise CheckpointError(f"{root}: {found}, expected the folder of a converted checkpoint")
     if not path.exists():
         raise CheckpointError(f"{root}: has no {FOLDER}/{RECORD}, expected a converted checkpoint")
     value = read_object(path)

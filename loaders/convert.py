@@ -29,7 +29,7 @@ from .codec import NVFP4, Plane, encode_batch
 from .conversion import ShardRecord, SourceFile
 from .dialect import is_divisor, modelopt_names, reciprocal
 from .errors import CheckpointError
-from .files import read_header, read_object
+from .files import read_header, read_object, resolved
 from .layout_a import quantization_config
 from .recipes import CONFIG_FILE, QUANT_CONFIG_FILE
 from .shard_writer import Entry
@@ -57,7 +57,7 @@ def convert(source: Path, target: Path, tool: str, jobs: int = 1, progress: Prog
     source is no plain NVFP4 checkpoint, the target holds something else, the disk is full. What can be
     refused is refused before anything is written.
     """
-    source, target = source.resolve(), target.resolve()
+    source, target = resolved(source), resolved(target)
     if source == target or source in target.parents or target in source.parents:
         raise CheckpointError(f"{target}: is, holds or lies in the source, expected a folder of its own")
     with open_checkpoint(source) as checkpoint:

@@ -158,6 +158,14 @@ def _check_gapless(tensors: Mapping[str, TensorInfo], data: int, label: str) -> 
         at = info.end
 
 
+def resolved(path: Path) -> Path:
+    """The path without links. Raises CheckpointError where they lead round in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # a RuntimeError before Python 3.13
+        raise CheckpointError(f"{path}: its links lead round in a circle, expected a folder") from error
+
+
 def read_json(path: Path) -> Any:
     """A JSON file. Raises CheckpointError, naming it, where it is missing or is not JSON."""
     try:

@@ -18,7 +18,8 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .codec import NVFP4, decode, plane_from_streams
 from .conversion import Record, ShardRecord, SourceFile
 from .dialect import is_divisor, reciprocal
-from .errors import CheckpointError
+from .errors import CheckpointError, one_line, reason
+from .files import resolved
 
 Progress = Callable[[int], None]
 
@@ -28,15 +29,16 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
 
     Every file is compared with the SHA-256 that was taken when the source was converted, before it gets
     its name; config and index come last. Raises CheckpointError, naming the file, where one differs or
-    cannot be rebuilt. `progress` is told bytes as they are written.
+    cannot be rebuilt; what was restored before stays, and the error says so. `progress`
+    is told bytes as they are written.
     """
-    converted, target = converted.resolve(), target.resolve()
+    converted, target = resolved(converted), resolved(target)
     record = conversion.read_record(converted)
     if converted == target or converted in target.parents or target in converted.parents:
         raise CheckpointError(f"{target}: is, holds or lies in {converted}, expected a folder of its own")
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not target.is_dir():
         raise CheckpointError(f"{target}: is a file, expected a new folder")
-    with open_checkpoint(converted) as checkpoint, _folder(target), _claimed(target):
+    with open_checkpoint(converted) as checkpoint, _folder(target), _claimed(target), _named(target):
         shard_writer.check_space(target, sum(file.bytes for file in record.files))
         for file in sorted(
             record.files, key=lambda f: (f.path not in record.shards, f.path in record.rewritten)
@@ -52,15 +54,36 @@ def restore(converted: Path, target: Path, progress: Progress | None = None) -> 
 @contextmanager
 def _folder(target: Path) -> Iterator[None]:
     """Makes it; after an error it goes again, if it was made here and nothing came into it."""
-    missing = [path for path in (target, *target.parents) if not path.exists()]
-    target.mkdir(parents=True, exist_ok=True)
+    missing = [path for path in (target, *target.parents) if not os.path.exists(path)]
     try:
+        _make(target)
         yield
     except BaseException:
-        with suppress(OSError):
-            for path in missing:
+        for path in missing:
+            with suppress(OSError):
                 path.rmdir()
         raise
+
+
+def _make(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be made: {reason(error)}") from error
+
+
+@contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """Whatever ends a restoration also says what it leaves there, which the next one would not take."""
+    try:
+        yield
+    except (CheckpointError, OSError, KeyboardInterrupt) as error:
+        if not any(target.iterdir()):
+            raise
+        left = f"{target} is restored in part, delete it before another try"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(left) from error
+        raise CheckpointError(f"{one_line(error)}; {left}") from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from vllm_csf.loaders.checkpoint import open_checkpoint
 from vllm_csf.loaders.convert import convert
 from vllm_csf.loaders.errors import CheckpointError
 from vllm_csf.loaders.example import make_example
-from vllm_csf.loaders.restore import restore
+from vllm_csf.loaders.restore import checked, restore
 from vllm_csf.loaders.verify import verify
+
+from vllm_csf import cli
 
 SHARD = "model-00001-of-00002.safetensors"
 EXPERTS_SHARD = "model-00002-of-00002.safetensors"
@@ -316,3 +319,61 @@ def test_restored_files_are_checked_before_they_get_their_name(converted, tmp_pa
     # What was not there before is gone again.
     assert {"back", "new", "there"} & {path.name for path in tmp_path.iterdir()} == {"there"}
     assert contents(tmp_path / "there") == {}
+
+
+def test_where_no_folder_can_be_made_nothing_is_left(converted, tmp_path):
+    _, root = converted
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file/new/back: cannot be made: not a directory"):
+        restore(root, tmp_path / "file" / "new" / "back")
+    with pytest.raises(CheckpointError, match="cannot be made: file name too long"):
+        restore(root, tmp_path / "new" / ("n" * 300))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["csf", "file"]
+
+
+def test_links_in_a_circle_are_named(converted, tmp_path):
+    source, root = converted
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for target in (loop, loop / "below"):
+        for make in (lambda to: restore(root, to), lambda to: convert(source, to, TOOL)):
+            with pytest.raises(CheckpointError, match=r"loop.*: its links lead round in a circle"):
+                make(target)
+    assert cli.main(["restore", str(loop), str(tmp_path / "back")]) == 1
+
+
+def test_a_file_is_not_called_a_missing_folder(converted, tmp_path):
+    _, root = converted
+    with pytest.raises(CheckpointError, match=r"config\.json: is a file, expected the folder of a converted"):
+        restore(root / "config.json", tmp_path / "back")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_restored_in_part_is_told(converted, tmp_path, there):
+    _, root = converted
+    back = tmp_path / "back"
+    if there:
+        back.mkdir()
+    (root / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=f"missing, .*; {back} is restored in part, delete it"):
+        restore(root, back)
+    assert (back / SHARD).exists()
+
+
+def test_an_interrupted_restoration_says_what_it_leaves(converted, tmp_path, capsys, monkeypatch):
+    _, root = converted
+    back = tmp_path / "back"
+    written = []
+
+    def interrupted(*arguments) -> Iterator[bytes]:
+        yield from checked(*arguments)
+        if written:
+            raise KeyboardInterrupt
+        written.append(arguments)
+
+    monkeypatch.setattr("vllm_csf.loaders.restore.checked", interrupted)
+    assert cli.main(["restore", "--quiet", str(root), str(back)]) == 130
+    assert capsys.readouterr().err == (
+        f"vllm-csf restore: interrupted: {back} is restored in part, delete it before another try\n"
+    )
+    assert len(contents(back)) == 1

@@ -52,6 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"vllm-csf {given.command}: {one_line(error)}", file=sys.stderr)
         return FAILURE
-    except KeyboardInterrupt:
-        print(f"vllm-csf {given.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # of its own accord it has no words
+        print(": ".join([f"vllm-csf {given.command}: interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
